@@ -1,0 +1,43 @@
+# Every target sets up .venv first when it is missing or older than what it is made from.
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+JOBS ?= 2
+
+.PHONY: help setup test lint format sweep bench-cache fuzz clean
+.DEFAULT_GOAL := help
+
+help:  ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
+
+setup: $(VENV)/.ready  ## create .venv with the pinned packages
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet -c constraints.txt ".[dev]"
+	rm -rf build *.egg-info
+	touch $@
+
+test: setup  ## run all tests
+	$(PY) -m pytest -n $(JOBS) -q
+
+lint: setup  ## check format and lint
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/ruff check .
+
+format: setup  ## format and mend what can be mended
+	$(VENV)/bin/ruff format .
+	$(VENV)/bin/ruff check --fix .
+
+sweep: setup  ## sweep block size and watermark; ends in a table and report.html
+	$(PY) -m experiments.serve experiment=block_size_watermark
+
+bench-cache: setup  ## time the block manager beside a plain-Python model of it
+	$(PY) -m pytest tests/bench_cache.py --benchmark-enable --benchmark-only -q -s
+
+fuzz: setup  ## drive the block manager against its model until stopped
+	$(PY) -m tests.fuzz
+
+clean:  ## remove what the targets made
+	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .hypothesis .benchmarks outputs multirun
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""Hydra apps: the only place where block management and kernels meet."""

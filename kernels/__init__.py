@@ -1,0 +1,1 @@
+"""Triton kernels that move and read a paged KV cache through its block tables."""
