@@ -1,0 +1,185 @@
+"""PrefixIndex: content hash -> block id, an open-addressing table in two arrays.
+
+A bucket is a line of 8 entries. A hash's home bucket is its top bits; an entry goes into the first
+bucket from home on (cyclically) that has room, and a lookup stops at the first bucket with a free
+entry. Removing from a full bucket pulls displaced entries back, so there are no tombstones and
+lookups stay short for ever. The same two arrays, copied to a GPU, can be probed there: one bucket
+is one 64-byte load.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+BUCKET_SIZE = 8
+EMPTY = 0
+"""The key of a free entry. A block whose content hash is 0 (one in 2^64) is never indexed."""
+
+
+class IndexChanges(NamedTuple):
+    """Entries of the table that changed: what a copy elsewhere must be told."""
+
+    slots: np.ndarray  # int64 [n]: bucket * 8 + entry, distinct, ascending
+    keys: np.ndarray  # int64 [n]
+    block_ids: np.ndarray  # int32 [n]
+
+
+class PrefixIndex:
+    """A map from content hash to block id for at most `capacity` hashes.
+
+    Attributes:
+        keys: int64 [num_buckets, 8]; EMPTY where free. num_buckets is a power of two.
+        block_ids: int32 [num_buckets, 8]; meaningful only beside a key.
+        shift: the home bucket of a hash is `uint64(hash) >> shift`; for one bucket, 0.
+    """
+
+    def __init__(self, capacity: int, track_changes: bool = False) -> None:
+        # A load of at most a third keeps full buckets, the slow case, below one in a hundred.
+        bucket_bits = max(1, (3 * capacity // BUCKET_SIZE).bit_length())
+        self.num_buckets = 1 << bucket_bits
+        self.shift = 64 - bucket_bits
+        self.keys = np.zeros((self.num_buckets, BUCKET_SIZE), dtype=np.int64)
+        self.block_ids = np.zeros((self.num_buckets, BUCKET_SIZE), dtype=np.int32)
+        self._flat_keys = self.keys.ravel()
+        self._flat_ids = self.block_ids.ravel()
+        self._shift = np.uint64(self.shift)
+        self._size = 0
+        self._changed: list[np.ndarray] | None = [] if track_changes else None
+
+    def __len__(self) -> int:
+        return self._size
+
+    def lookup(self, hashes: np.ndarray) -> np.ndarray:
+        """Return the block id of each hash, int32 [n], or -1. `hashes` is int64 [n]."""
+        slots = self._find(hashes)
+        if len(slots) and slots.min() >= 0:
+            return self._flat_ids.take(slots)
+        return np.where(slots >= 0, self._flat_ids.take(slots), np.int32(-1))
+
+    def insert(self, hashes: np.ndarray, block_ids: np.ndarray) -> None:
+        """Add entries. The hashes are distinct and not in the table; EMPTY is skipped."""
+        if not hashes.all():
+            kept = hashes != EMPTY
+            hashes, block_ids = hashes[kept], block_ids[kept]
+        self._size += len(hashes)
+        buckets = self._home(hashes)
+        while len(hashes):
+            entries = (self.keys.take(buckets, axis=0) == EMPTY).argmax(axis=1)
+            slots = buckets * BUCKET_SIZE + entries
+            free = self._flat_keys.take(slots) == EMPTY
+            if not free.all():
+                self._flat_keys[slots[free]] = hashes[free]
+            else:
+                self._flat_keys[slots] = hashes
+            # Two hashes may have chosen one entry: the last one written has it, the others go on.
+            placed = self._flat_keys.take(slots) == hashes
+            if placed.all():
+                self._flat_ids[slots] = block_ids
+                self._note(slots)
+                return
+            self._flat_ids[slots[placed]] = block_ids[placed]
+            self._note(slots[placed])
+            buckets = np.where(free, buckets, (buckets + 1) & (self.num_buckets - 1))[~placed]
+            hashes, block_ids = hashes[~placed], block_ids[~placed]
+
+    def remove(self, hashes: np.ndarray) -> None:
+        """Remove entries. The hashes are distinct; those not in the table are passed over."""
+        slots = self._find(hashes)
+        if len(slots) and slots.min() < 0:
+            slots = slots[slots >= 0]
+        self._size -= len(slots)
+        in_full = _full(self.keys.take(slots // BUCKET_SIZE, axis=0))
+        if not len(in_full):
+            self._flat_keys[slots] = EMPTY
+            self._note(slots)
+            return
+        full_keys = self._flat_keys[slots[in_full]]
+        slots = np.delete(slots, in_full)
+        self._flat_keys[slots] = EMPTY
+        self._note(slots)
+        for key in full_keys:
+            self._remove_from_full(int(self._find(key.reshape(1))[0]))
+
+    def clear(self) -> None:
+        """Remove every entry."""
+        if self._changed is not None:
+            self._note(np.flatnonzero(self._flat_keys))
+        self.keys.fill(EMPTY)
+        self._size = 0
+
+    def drain_changes(self) -> IndexChanges:
+        """Return and forget what changed since the last call, for a table built with tracking.
+
+        Raises:
+            ValueError: if the table does not track changes.
+        """
+        if self._changed is None:
+            raise ValueError("this PrefixIndex was built with track_changes=False")
+        slots = np.unique(np.concatenate([np.zeros(0, np.int64), *self._changed]))
+        self._changed = []
+        return IndexChanges(slots, self._flat_keys[slots], self._flat_ids[slots])
+
+    def entries(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return all (hashes int64, block ids int32), in table order."""
+        slots = np.flatnonzero(self._flat_keys)
+        return self._flat_keys[slots], self._flat_ids[slots]
+
+    def _home(self, hashes: np.ndarray) -> np.ndarray:
+        return (hashes.view(np.uint64) >> self._shift).view(np.int64)
+
+    def _find(self, hashes: np.ndarray) -> np.ndarray:
+        """Return the slot of each hash, int64 [n], or -1."""
+        buckets = self._home(hashes)
+        rows = self.keys.take(buckets, axis=0)
+        slots = buckets * BUCKET_SIZE + (rows == hashes[:, None]).argmax(axis=1)
+        found = self._flat_keys.take(slots) == hashes
+        if found.all() and hashes.all():
+            return slots
+        slots[~found | (hashes == EMPTY)] = -1
+        # A miss is final where its bucket has a free entry; elsewhere the next bucket may hold it.
+        open_ = np.flatnonzero(~found)
+        open_ = open_[_full(rows.take(open_, axis=0))]
+        while len(open_):
+            buckets[open_] = (buckets[open_] + 1) & (self.num_buckets - 1)
+            rows = self.keys.take(buckets[open_], axis=0)
+            candidates = buckets[open_] * BUCKET_SIZE + (rows == hashes[open_, None]).argmax(axis=1)
+            found = self._flat_keys.take(candidates) == hashes[open_]
+            slots[open_[found]] = candidates[found]
+            missed = np.flatnonzero(~found)
+            open_ = open_[missed[_full(rows[missed])]]
+        return slots
+
+    def _remove_from_full(self, hole: int) -> None:
+        """Free an entry of a full bucket and pull displaced entries back into the hole."""
+        self._flat_keys[hole] = EMPTY
+        self._note(np.array([hole]))
+        bucket = hole // BUCKET_SIZE
+        distance = 0
+        while True:
+            distance += 1
+            probe = (bucket + distance) & (self.num_buckets - 1)
+            row = self.keys[probe]
+            was_full = bool(row.all())
+            displacement = (probe - self._home(row)) & (self.num_buckets - 1)
+            movable = np.flatnonzero((row != EMPTY) & (displacement >= distance))
+            if len(movable):
+                source = probe * BUCKET_SIZE + int(movable[0])
+                self._flat_keys[hole] = self._flat_keys[source]
+                self._flat_ids[hole] = self._flat_ids[source]
+                self._flat_keys[source] = EMPTY
+                self._note(np.array([source]))
+                hole, bucket, distance = source, probe, 0
+            if not was_full:
+                return
+
+    def _note(self, slots: np.ndarray) -> None:
+        if self._changed is not None:
+            self._changed.append(slots)
+
+
+def _full(rows: np.ndarray) -> np.ndarray:
+    """Return the indices of the buckets without a free entry, given keys int64 [n, 8]."""
+    candidates = np.flatnonzero(rows[:, -1])
+    if not len(candidates):
+        return candidates
+    return candidates[rows[candidates].all(axis=1)]
