@@ -1,0 +1,143 @@
+"""How a kernel is launched: the device's limits, the tiles that fit them, and one gate to Triton.
+
+Tiles are plain values, chosen on the host from shapes and from the device, never from the lengths
+of the sequences: a new batch must not compile anything. Every launcher goes through `launch`, so a
+launch can also be recorded instead of made; `offline.py` compiles what was recorded for GPUs that
+are not here, and tests count how many compilations a series of calls would cause.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+from triton.runtime.jit import JITFunction
+
+# CUDA refuses more programs than this on any axis of the grid but the first.
+MAX_GRID_YZ = 65_535
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a kernel has to know of a device: its instruction set and its limits."""
+
+    name: str
+    backend: str
+    arch: int | str
+    shared_memory: int
+    multiprocessors: int
+    warp_size: int = 32
+
+
+TARGETS = {
+    target.name: target
+    for target in (
+        Target("sm_80", "cuda", 80, 166_912, 108),
+        Target("sm_86", "cuda", 86, 101_376, 84),
+        Target("sm_90", "cuda", 90, 232_448, 132),
+        Target("sm_100", "cuda", 100, 232_448, 148),
+        Target("sm_120", "cuda", 120, 101_376, 188),
+        Target("gfx942", "hip", "gfx942", 65_536, 304, warp_size=64),
+    )
+}
+
+# The interpreter runs one program after the other, so it gains nothing from more of them.
+INTERPRETER = replace(TARGETS["sm_90"], name="interpreter", multiprocessors=1)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch as recorded: `args` in the kernel's order, `options` such as num_warps."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    args: dict[str, Any]
+    options: dict[str, Any]
+
+
+@dataclass
+class _Recording:
+    target: Target
+    launches: list[Launch]
+
+
+_recording: ContextVar[_Recording | None] = ContextVar("_recording", default=None)
+
+
+@contextmanager
+def record_launches(target: Target) -> Iterator[list[Launch]]:
+    """Collect launches instead of making them, with tiles as chosen for `target`."""
+    token = _recording.set(_Recording(target, []))
+    try:
+        yield _recording.get().launches
+    finally:
+        _recording.reset(token)
+
+
+def target_of(device: torch.device) -> Target:
+    """The limits of `device`, or of the target that launches are recorded for."""
+    recording = _recording.get()
+    if recording is not None:
+        return recording.target
+    if device.type == "cpu":
+        return INTERPRETER
+    return _gpu_target(device.index if device.index is not None else torch.cuda.current_device())
+
+
+@cache
+def _gpu_target(index: int) -> Target:
+    properties = torch.cuda.get_device_properties(index)
+    if torch.version.hip:
+        arch = properties.gcnArchName.split(":")[0]
+        return Target(arch, "hip", arch, 65_536, properties.multi_processor_count, 64)
+    arch = properties.major * 10 + properties.minor
+    shared_memory = properties.shared_memory_per_block_optin
+    return Target(f"sm_{arch}", "cuda", arch, shared_memory, properties.multi_processor_count)
+
+
+def is_interpreted(kernel: Any) -> bool:
+    """True if TRITON_INTERPRET=1 was set when `kernel` was defined."""
+    return not isinstance(kernel, JITFunction)
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
+    """Run `kernel` on `grid`: tensors and numbers in `args`, constexprs and options in `meta`.
+
+    Raises ValueError for a grid that CUDA refuses, and RuntimeError for CPU tensors without the
+    interpreter. A grid with no programs launches nothing.
+    """
+    if any(size > MAX_GRID_YZ for size in grid[1:]):
+        raise ValueError(f"a grid of {grid} programs: only the first axis may pass {MAX_GRID_YZ}")
+    recording = _recording.get()
+    if recording is not None:
+        names = list(kernel.arg_names)
+        bound = dict(zip(names, args, strict=False))
+        bound.update({name: meta[name] for name in names if name in meta})
+        options = {name: value for name, value in meta.items() if name not in names}
+        recording.launches.append(Launch(kernel, grid, bound, options))
+        return
+    if 0 in grid:
+        return
+    on_cpu = any(isinstance(arg, torch.Tensor) and arg.device.type == "cpu" for arg in args)
+    if on_cpu and not is_interpreted(kernel):
+        raise RuntimeError(
+            "Triton kernels need a GPU. For CPU tensors set TRITON_INTERPRET=1 before importing "
+            "kernels, or call the operation of the same name in kernels.reference"
+        )
+    kernel[grid](*args, **meta)
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two >= n."""
+    return triton.next_power_of_2(n)
+
+
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(-a // b)
