@@ -1,0 +1,309 @@
+"""What may be configured: one dataclass a config group, its types, ranges and cross-checks.
+
+Hydra composes YAML from `configs/` on these dataclasses, so a mistyped key or a value of the wrong
+type is refused while composing, with the key's name. Ranges are declared beside the fields and
+checked by `to_serve_config`. Numbers that describe a model or a GPU live in YAML only.
+"""
+
+import math
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, fields, is_dataclass
+from enum import StrEnum
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import MISSING, DictConfig, OmegaConf
+
+AUTO = "auto"
+
+
+class ConfigError(ValueError):
+    """A configured value is out of range; the message names the key, the value and the range."""
+
+
+class Preemption(StrEnum):
+    """How a running sequence gives up its blocks."""
+
+    recompute = "recompute"
+    swap = "swap"
+
+
+class EvictorName(StrEnum):
+    """Which cached block goes first when the pool is full."""
+
+    lru = "lru"
+    fifo = "fifo"
+
+
+class HashAlgorithm(StrEnum):
+    """What chains the content hash: mix64 is fast, sha256 is equal in every process."""
+
+    mix64 = "mix64"
+    sha256 = "sha256"
+
+
+@dataclass(frozen=True)
+class Range:
+    """Numbers from `low` to `high`, each end included unless open; with `auto`, also "auto"."""
+
+    low: float
+    high: float = math.inf
+    low_open: bool = False
+    high_open: bool = False
+    auto: bool = False
+
+    def __contains__(self, value: Any) -> bool:
+        if self.auto and value == AUTO:
+            return True
+        if isinstance(value, bool) or not isinstance(value, int | float) or math.isinf(value):
+            return False
+        above = self.low < value if self.low_open else self.low <= value
+        return above and (value < self.high if self.high_open else value <= self.high)
+
+    def __str__(self) -> str:
+        text = f"a number {'>' if self.low_open else '>='} {self.low:g}"
+        if not math.isinf(self.high):
+            text += f" and {'<' if self.high_open else '<='} {self.high:g}"
+        return text + (f" or {AUTO!r}" if self.auto else "")
+
+
+def ranged(range_: Range, default: Any = MISSING) -> Any:
+    """A dataclass field whose value, unless it is None, must lie in `range_`."""
+    return field(default=default, metadata={"range": range_})
+
+
+POSITIVE = Range(0, low_open=True)
+COUNT = Range(1)
+EFFICIENCY = Range(0, 1, low_open=True)
+
+
+@dataclass
+class CacheConfig:
+    """The block manager: pools of `block_size`-token blocks, and what is cached in them."""
+
+    block_size: int = ranged(COUNT, 16)
+    watermark: float = ranged(Range(0, 1, high_open=True), 0.01)
+    num_gpu_blocks: int | str = ranged(Range(1, auto=True), AUTO)
+    num_cpu_blocks: int | str = ranged(Range(0, auto=True), AUTO)
+    enable_caching: bool = True
+    sliding_window: int | None = ranged(COUNT, None)  # tokens
+    hash_algorithm: HashAlgorithm = HashAlgorithm.mix64
+
+
+@dataclass
+class EvictorConfig:
+    """The eviction policy."""
+
+    name: EvictorName = EvictorName.lru
+
+
+@dataclass
+class SchedulerConfig:
+    """Continuous batching: the limits of one step and what happens when blocks run out."""
+
+    max_num_seqs: int = ranged(COUNT, 256)
+    max_num_batched_tokens: int = ranged(COUNT, 8192)
+    preemption: Preemption = Preemption.recompute
+    chunked_prefill: bool = True
+    ignore_arrivals: bool = False  # every request is waiting from the start
+
+
+@dataclass
+class ModelConfig:
+    """A decoder-only transformer with gated MLPs and untied embeddings; figures from its card."""
+
+    name: str = MISSING
+    num_layers: int = ranged(COUNT)
+    hidden_size: int = ranged(COUNT)
+    intermediate_size: int = ranged(COUNT)
+    num_heads: int = ranged(COUNT)
+    num_kv_heads: int = ranged(COUNT)
+    head_size: int = ranged(COUNT)
+    vocab_size: int = ranged(COUNT)
+    qk_norm: bool = False
+    bytes_per_weight: float = ranged(POSITIVE, 2.0)
+    bytes_per_kv_element: float = ranged(POSITIVE, 2.0)
+
+
+@dataclass
+class GpuConfig:
+    """One GPU's datasheet figures, and the modelling assumptions of the roofline clock."""
+
+    name: str = MISSING
+    flops_per_s: float = ranged(POSITIVE)  # dense bf16
+    memory_bytes: float = ranged(POSITIVE)
+    memory_bytes_per_s: float = ranged(POSITIVE)
+    pcie_bytes_per_s: float = ranged(POSITIVE)  # one direction
+    link_bytes_per_s: float = ranged(POSITIVE)  # GPU to GPU, one direction
+    tensor_parallel: int | str = ranged(Range(1, auto=True), AUTO)
+    compute_efficiency: float = ranged(EFFICIENCY, 0.6)
+    memory_efficiency: float = ranged(EFFICIENCY, 0.8)
+    transfer_efficiency: float = ranged(EFFICIENCY, 0.8)
+    step_overhead_s: float = ranged(Range(0), 0.002)
+    memory_utilization: float = ranged(EFFICIENCY, 0.9)
+    reserved_bytes: float = ranged(Range(0), 1.5e9)  # activations and graphs, each GPU
+    host_swap_bytes: float = ranged(Range(0), 4e9)  # host memory for swapped KV, each GPU
+
+
+@dataclass
+class WorkloadConfig:
+    """What every workload has; `name` labels it in results."""
+
+    name: str = MISSING
+
+
+@dataclass
+class TraceConfig(WorkloadConfig):
+    """A recorded trace, plain or .gz. Relative paths start where the app was launched."""
+
+    path: str = MISSING
+    num_requests: int | None = ranged(COUNT, None)  # None: the whole trace
+    rate_scale: float = ranged(POSITIVE, 1.0)  # 2.0: arrivals come twice as fast
+
+
+@dataclass
+class MooncakeConfig(TraceConfig):
+    """Mooncake JSONL: timestamp (ms), input_length, output_length, hash_ids (512 tokens each)."""
+
+
+@dataclass
+class AzureConfig(TraceConfig):
+    """Azure LLM inference CSV: TIMESTAMP, ContextTokens, GeneratedTokens; nothing is shared."""
+
+
+@dataclass
+class GeneratedConfig(WorkloadConfig):
+    """A seeded generator: Poisson arrivals; lengths vary around the means (log-normal)."""
+
+    num_requests: int = ranged(COUNT)
+    request_rate_per_s: float = ranged(POSITIVE)
+
+
+@dataclass
+class ChatConfig(GeneratedConfig):
+    """Conversations: a shared system prompt, then turns that repeat all that was said before."""
+
+    num_system_prompts: int = ranged(COUNT)
+    system_prompt_tokens: int = ranged(COUNT)
+    turns: int = ranged(COUNT)
+    user_tokens_mean: float = ranged(COUNT)
+    assistant_tokens_mean: float = ranged(COUNT)
+    think_time_mean_s: float = ranged(Range(0))
+    num_tenants: int = ranged(COUNT, 1)  # > 1: each conversation's blocks carry its tenant's salt
+
+
+@dataclass
+class FewShotConfig(GeneratedConfig):
+    """Prompts that start with one of `num_templates` sets of examples and end in a new question."""
+
+    num_templates: int = ranged(COUNT)
+    num_shots: int = ranged(COUNT)
+    tokens_per_shot: int = ranged(COUNT)
+    question_tokens_mean: float = ranged(COUNT)
+    output_tokens_mean: float = ranged(COUNT)
+
+
+@dataclass
+class IndependentConfig(GeneratedConfig):
+    """Prompts that share nothing; each draws its number of samples from `sample_counts`."""
+
+    prompt_tokens_mean: float = ranged(COUNT)
+    output_tokens_mean: float = ranged(COUNT)
+    sample_counts: list[int] = field(default_factory=lambda: [1], metadata={"range": COUNT})
+
+
+@dataclass
+class ServeConfig:
+    """Everything that determines one simulated serving run, and how a sweep of them behaves."""
+
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    evictor: EvictorConfig = field(default_factory=EvictorConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    workload: WorkloadConfig = field(default_factory=WorkloadConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    gpu: GpuConfig = field(default_factory=GpuConfig)
+    seed: int = ranged(Range(0, 2**63 - 1), 0)
+    fail_fast: bool = False  # after a failed point, leave the rest of the sweep unrun
+
+
+def register() -> None:
+    """Make the dataclasses known to Hydra, under the names that `configs/` refers to."""
+    store = ConfigStore.instance()
+    store.store(name="serve_schema", node=ServeConfig)
+    for group, name, node in (
+        ("model", "model", ModelConfig),
+        ("gpu", "gpu", GpuConfig),
+        ("workload", "mooncake", MooncakeConfig),
+        ("workload", "azure", AzureConfig),
+        ("workload", "chat", ChatConfig),
+        ("workload", "few_shot", FewShotConfig),
+        ("workload", "independent", IndependentConfig),
+    ):
+        store.store(group=f"schema/{group}", name=name, node=node)
+
+
+def to_serve_config(composed: DictConfig) -> ServeConfig:
+    """Turn what Hydra composed into dataclasses, with every range and cross-check applied.
+
+    Raises ConfigError naming key, value and what was expected; omegaconf's
+    MissingMandatoryValue, naming the key, where a value was never given.
+    """
+    missing = sorted(OmegaConf.missing_keys(composed))
+    if missing:
+        raise ConfigError(f"{missing[0]} is not set: give it as {missing[0]}=VALUE")
+    config = OmegaConf.to_object(composed)
+    validate(config)
+    return config
+
+
+def validate(config: ServeConfig) -> None:
+    """Check every declared range, and the rules that join two keys. Raises ConfigError."""
+    for key, value, range_ in _ranged_values("", config):
+        for item in value if isinstance(value, list) else [value]:
+            if item not in range_:
+                raise ConfigError(f"{key}={item!r}: expected {range_}")
+    cache, scheduler, model = config.cache, config.scheduler, config.model
+    if cache.sliding_window is not None and cache.enable_caching:
+        raise ConfigError(
+            f"cache.sliding_window={cache.sliding_window}: expected cache.enable_caching=false, "
+            "because blocks outside the window cannot be shared"
+        )
+    if scheduler.preemption is Preemption.swap and cache.num_cpu_blocks == 0:
+        raise ConfigError("cache.num_cpu_blocks=0: expected at least 1 with preemption by swap")
+    if scheduler.max_num_batched_tokens < scheduler.max_num_seqs:
+        raise ConfigError(
+            f"scheduler.max_num_batched_tokens={scheduler.max_num_batched_tokens}: expected at "
+            f"least scheduler.max_num_seqs={scheduler.max_num_seqs}, one token a sequence"
+        )
+    if model.num_heads % model.num_kv_heads:
+        raise ConfigError(
+            f"model.num_heads={model.num_heads}: expected a multiple of "
+            f"model.num_kv_heads={model.num_kv_heads}"
+        )
+    if isinstance(config.workload, IndependentConfig) and not config.workload.sample_counts:
+        raise ConfigError("workload.sample_counts=[]: expected at least one number")
+
+
+def _ranged_values(prefix: str, node: Any) -> Iterator[tuple[str, Any, Range]]:
+    """Every set field under `node` that declares a range: its dotted key, value and range."""
+    for spec in fields(node):
+        value = getattr(node, spec.name)
+        if is_dataclass(value):
+            yield from _ranged_values(f"{prefix}{spec.name}.", value)
+        elif "range" in spec.metadata and value is not None:
+            yield f"{prefix}{spec.name}", value, spec.metadata["range"]
+
+
+def refuse_padded_numbers(overrides: Iterable[str]) -> None:
+    """Refuse a number with leading zeros, such as 016, which is 16 to one reader and 14 to another.
+
+    `overrides` are a job's command-line overrides, `key=value`. Raises ConfigError.
+    """
+    for override in OverridesParser.create().parse_overrides(list(overrides)):
+        value = override.value()
+        if isinstance(value, str) and re.fullmatch(r"[+-]?0\d+", value):
+            raise ConfigError(
+                f"{override.key_or_group}={value}: expected a number without leading zeros"
+            )
