@@ -34,6 +34,10 @@ class Target:
     multiprocessors: int
     warp_size: int = 32
 
+    def supports(self, dtype: torch.dtype) -> bool:
+        """True if kernels for this target can convert from and to `dtype`."""
+        return dtype != torch.float8_e4m3fn or self.backend != "cuda" or int(self.arch) >= 89
+
 
 TARGETS = {
     target.name: target
@@ -141,3 +145,62 @@ def next_power_of_2(n: int) -> int:
 def cdiv(a: int, b: int) -> int:
     """a / b, rounded up."""
     return -(-a // b)
+
+
+def check_devices(**tensors: torch.Tensor | None) -> None:
+    """Raise ValueError unless all tensors are on the first one's device."""
+    present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    (first, device), *_ = ((name, tensor.device) for name, tensor in present.items())
+    for name, tensor in present.items():
+        if tensor.device != device:
+            raise ValueError(f"{name} is on {tensor.device}, {first} on {device}")
+
+
+def check_tensor(
+    name: str,
+    tensor: torch.Tensor,
+    shape: tuple[int | None, ...],
+    *dtypes: torch.dtype,
+    contiguous_last: bool = True,
+) -> None:
+    """Raise ValueError unless `tensor` has this shape (None: any), dtype and unit last stride."""
+    fits = len(shape) == tensor.ndim and all(
+        want in (None, size) for want, size in zip(shape, tensor.shape, strict=True)
+    )
+    if not fits:
+        wanted = ", ".join("any" if size is None else str(size) for size in shape)
+        raise ValueError(f"{name} has shape {list(tensor.shape)}, not [{wanted}]")
+    if dtypes and tensor.dtype not in dtypes:
+        wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise ValueError(f"{name} is {str(tensor.dtype).removeprefix('torch.')}, not {wanted}")
+    if contiguous_last and tensor.ndim and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise ValueError(f"{name} has strides {tensor.stride()}: the last one must be 1")
+
+
+def check_scale(
+    name: str, scale: float | torch.Tensor | None, num_kv_heads: int, device: torch.device
+) -> tuple[float, torch.Tensor | None, int]:
+    """(number, tensor, stride) for a kernel that takes a scale as a number or one a KV head.
+
+    A number stands in an argument, so that it needs no copy to the device; a tensor is read by the
+    kernel, so that it may be computed there.
+    """
+    if not isinstance(scale, torch.Tensor):
+        number = 1.0 if scale is None else float(scale)
+        if not number > 0:
+            raise ValueError(f"{name} is {number}: it must be positive")
+        return number, None, 0
+    check_devices(query=torch.empty(0, device=device), **{name: scale})
+    if scale.dtype != torch.float32 or scale.numel() not in (1, num_kv_heads) or scale.ndim > 1:
+        raise ValueError(
+            f"{name} is {scale.dtype} of shape {list(scale.shape)}, not float32 with one element "
+            f"or {num_kv_heads}"
+        )
+    return 1.0, scale, scale.stride(0) if scale.numel() > 1 else 0
+
+
+def check_supported(name: str, tensor: torch.Tensor) -> None:
+    """Raise ValueError if kernels on the tensor's device cannot handle its dtype."""
+    target = target_of(tensor.device)
+    if not target.supports(tensor.dtype):
+        raise ValueError(f"{name} is {tensor.dtype}, which {target.name} does not support")

@@ -32,7 +32,7 @@ from triton.runtime.jit import create_function_from_signature
 
 from .launch import TARGETS, Launch, Target, is_interpreted, record_launches
 
-KERNEL_MODULES: tuple[str, ...] = ()
+KERNEL_MODULES = ("merge_states", "write_kv", "copy_blocks")
 
 DTYPES = {
     "fp16": torch.float16,
@@ -50,6 +50,7 @@ INTEGER_VALUES = (1, 16, 17)
 class OfflineCase:
     """A call of a launcher that compiles one or more kernels.
 
+    `dtype` is a key of DTYPES: the cache's, or the data's where there is no cache.
     `tokens_per_iteration` is the number of KV tokens that one turn of the main loop handles.
     """
 
@@ -291,6 +292,7 @@ def main() -> None:
         for target in TARGETS.values()
         if options.target in ("", target.name)
         for case in offline_cases(options.kernel, options.dtype, options.config)
+        if target.supports(DTYPES[case.dtype])
         for integer in integers
         for report in compile_case(case, target, integer)
     ]

@@ -1,0 +1,152 @@
+"""Every operation in plain torch and einops: the definition that the kernels are tested against.
+
+The functions take the arguments of the kernels' launchers and run on any device and dtype: on
+float64 inputs they give the exact answer, on half precision an honest eager one. They are also what
+to call where there is neither a GPU nor the interpreter.
+"""
+
+from __future__ import annotations
+
+import torch
+from einops import einsum, rearrange, repeat
+
+Scale = float | torch.Tensor | None
+
+
+def paged_attention(
+    query: torch.Tensor,  # [num_tokens, num_heads, head_size]
+    key_cache: torch.Tensor,  # [num_blocks, block_size, num_kv_heads, head_size]
+    value_cache: torch.Tensor,  # [num_blocks, block_size, num_kv_heads, head_size]
+    block_tables: torch.Tensor,  # [num_seqs, max_blocks]
+    seq_lens: torch.Tensor,  # [num_seqs]
+    query_start_loc: torch.Tensor,  # [num_seqs + 1]
+    *,
+    scale: float,
+    causal: bool = True,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,  # [num_heads]
+    sinks: torch.Tensor | None = None,  # [num_heads]
+    k_scale: Scale = None,
+    v_scale: Scale = None,
+    return_lse: bool = False,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention of each sequence's newest tokens over its cached keys and values.
+
+    The query rows of sequence i are query_start_loc[i] to query_start_loc[i + 1], and they are the
+    last positions of its seq_lens[i] tokens. The score of a key is
+
+        score = scale * k_scale * dot(query, key)
+        score = softcap * tanh(score / softcap)             if softcap
+        score = score + slope * (key position - query position)   if alibi_slopes
+        score = -inf                                        if the key isn't visible
+
+    and a sink is one more score per head, of a key without a value. A row that sees no key gives
+    zeros and a log-sum-exp of -inf.
+    """
+    num_tokens, num_heads = query.shape[:2]
+    block_size, num_kv_heads = key_cache.shape[1:3]
+    out = torch.empty_like(query) if out is None else out
+    # Scores and sums in at least float32; the two products in the inputs' own precision.
+    wide = torch.promote_types(query.dtype, torch.float32)
+    lse = torch.full((num_tokens, num_heads), float("-inf"), dtype=wide, device=query.device)
+    per_head = "h -> h 1 1"
+    for seq, seq_len in enumerate(seq_lens.tolist()):
+        start, end = query_start_loc[seq : seq + 2].tolist()
+        blocks = block_tables[seq, : -(-seq_len // block_size)].long()
+        keys, values = (
+            repeat(
+                _dequantized(cache[blocks], cache_scale, query.dtype),
+                "blocks slot h d -> (blocks slot) (h group) d",
+                group=num_heads // num_kv_heads,
+            )[:seq_len]
+            for cache, cache_scale in ((key_cache, k_scale), (value_cache, v_scale))
+        )
+        scores = einsum(query[start:end], keys, "q h d, k h d -> h q k").to(wide) * scale
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        query_position = torch.arange(seq_len - (end - start), seq_len, device=query.device)[
+            :, None
+        ]
+        key_position = torch.arange(seq_len, device=query.device)[None, :]
+        if alibi_slopes is not None:
+            slopes = rearrange(alibi_slopes.to(wide), per_head)
+            scores = scores + slopes * (key_position - query_position)
+        visible = torch.ones_like(key_position - query_position, dtype=torch.bool)
+        if causal:
+            visible &= key_position <= query_position
+        if sliding_window is not None:
+            visible &= key_position > query_position - sliding_window
+        scores = scores.masked_fill(~visible, float("-inf"))
+        if sinks is not None:
+            sink = rearrange(sinks.to(wide), per_head).expand(-1, end - start, 1)
+            sink = sink.masked_fill(~visible.any(1, keepdim=True), float("-inf"))
+            scores = torch.cat([scores, sink], dim=-1)
+        total = torch.logsumexp(scores, dim=-1, keepdim=True)  # [num_heads, query_len, 1]
+        weights = torch.exp(scores - total.masked_fill(total == float("-inf"), 0.0))
+        weights = weights[..., :seq_len].to(query.dtype)
+        out[start:end] = einsum(weights, values, "h q k, k h d -> q h d").to(out.dtype)
+        lse[start:end] = rearrange(total, "h q 1 -> q h")
+    return (out, lse) if return_lse else out
+
+
+def merge_states(
+    outs: torch.Tensor,  # [num_states, num_tokens, num_heads, head_size]
+    lses: torch.Tensor,  # [num_states, num_tokens, num_heads]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The attention over the union of disjoint key sets, from the attention over each set.
+
+    out = sum_i exp(lse_i - lse) * out_i  with  lse = log(sum_i exp(lse_i)).  A state whose lse is
+    -inf has no keys and adds nothing, whatever its `outs` hold.
+    """
+    lse = torch.logsumexp(lses, dim=0)
+    weights = torch.exp(lses - lse.masked_fill(lse == float("-inf"), 0.0))[..., None]
+    terms = torch.where(weights > 0, outs.to(weights.dtype) * weights, 0.0)
+    return terms.sum(0).to(outs.dtype), lse
+
+
+def write_kv(
+    key: torch.Tensor,  # [num_tokens, num_kv_heads, head_size]
+    value: torch.Tensor,  # [num_tokens, num_kv_heads, head_size]
+    key_cache: torch.Tensor,  # [num_blocks, block_size, num_kv_heads, head_size]
+    value_cache: torch.Tensor,  # [num_blocks, block_size, num_kv_heads, head_size]
+    slot_mapping: torch.Tensor,  # [num_tokens], slot = block_id * block_size + offset
+    *,
+    k_scale: Scale = None,
+    v_scale: Scale = None,
+) -> None:
+    """Write the new tokens' keys and values into their slots, in place; slot -1 writes nothing."""
+    block_size = key_cache.shape[1]
+    kept = slot_mapping >= 0
+    slots = slot_mapping[kept]
+    block, offset = slots // block_size, slots % block_size
+    key_cache[block, offset] = quantized(key[kept], k_scale, key_cache.dtype)
+    value_cache[block, offset] = quantized(value[kept], v_scale, value_cache.dtype)
+
+
+def quantized(
+    tensor: torch.Tensor,  # [..., num_kv_heads, head_size]
+    scale: Scale,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """`tensor / scale` in `dtype`; what lies outside its range becomes its largest value."""
+    if scale is None and tensor.dtype == dtype:
+        return tensor
+    wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+    if scale is not None:
+        wide = wide / _per_kv_head(scale, wide)
+    limit = torch.finfo(dtype).max
+    return wide.clamp(-limit, limit).to(dtype)
+
+
+def _dequantized(cache: torch.Tensor, scale: Scale, dtype: torch.dtype) -> torch.Tensor:
+    if cache.dtype == dtype and scale is None:
+        return cache
+    wide = cache.to(torch.promote_types(dtype, torch.float32))
+    return (wide if scale is None else wide * _per_kv_head(scale, wide)).to(dtype)
+
+
+def _per_kv_head(scale: Scale, like: torch.Tensor) -> torch.Tensor:
+    scale = torch.as_tensor(scale, dtype=like.dtype, device=like.device)
+    return scale[:, None] if scale.numel() > 1 else scale
