@@ -7,6 +7,9 @@ to call where there is neither a GPU nor the interpreter.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
 from einops import einsum, rearrange, repeat
 
@@ -150,3 +153,64 @@ def _dequantized(cache: torch.Tensor, scale: Scale, dtype: torch.dtype) -> torch
 def _per_kv_head(scale: Scale, like: torch.Tensor) -> torch.Tensor:
     scale = torch.as_tensor(scale, dtype=like.dtype, device=like.device)
     return scale[:, None] if scale.numel() > 1 else scale
+
+
+# --------------------------------------------------------------------------------------------------
+# Block moving and prefix hashes
+# --------------------------------------------------------------------------------------------------
+
+Pairs = torch.Tensor | np.ndarray | Sequence[tuple[int, int]]
+
+
+def copy_blocks(
+    key_caches: Sequence[torch.Tensor],  # [num_blocks, block_size, num_kv_heads, head_size] each
+    value_caches: Sequence[torch.Tensor],
+    block_mapping: Pairs,  # [num_pairs, 2] of (source, destination)
+) -> None:
+    """Copy blocks within every cache, in place; all sources are read before anything is written."""
+    for cache in (*key_caches, *value_caches):
+        swap_blocks([cache], [cache], block_mapping)
+
+
+def swap_blocks(
+    sources: Sequence[torch.Tensor],  # [num_source_blocks, block_size, num_kv_heads, head_size]
+    destinations: Sequence[torch.Tensor],  # [num_destination_blocks, ...]
+    block_mapping: Pairs,  # [num_pairs, 2] of (source, destination)
+) -> None:
+    """Copy blocks from each source tensor to the destination tensor beside it, in place."""
+    pairs = torch.as_tensor(block_mapping, dtype=torch.long).reshape(-1, 2)
+    for source, destination in zip(sources, destinations, strict=True):
+        blocks = _as_integers(source)[pairs[:, 0].to(source.device)]
+        _as_integers(destination)[pairs[:, 1].to(destination.device)] = blocks.to(
+            destination.device
+        )
+
+
+def gather_blocks(
+    caches: Sequence[torch.Tensor],  # [num_blocks, block_size, num_kv_heads, head_size]
+    block_ids: torch.Tensor | Sequence[int],  # [n]
+    out: Sequence[torch.Tensor] | None = None,  # [n, block_size, num_kv_heads, head_size]
+) -> list[torch.Tensor]:
+    """Copy blocks out of each cache into contiguous memory."""
+    ids = torch.as_tensor(block_ids, dtype=torch.long)
+    if out is None:
+        out = [cache.new_empty((len(ids), *cache.shape[1:])) for cache in caches]
+    swap_blocks(caches, out, torch.stack([ids, torch.arange(len(ids))], dim=1))
+    return list(out)
+
+
+def scatter_blocks(
+    blocks: Sequence[torch.Tensor],  # [n, block_size, num_kv_heads, head_size]
+    caches: Sequence[torch.Tensor],  # [num_blocks, block_size, num_kv_heads, head_size]
+    block_ids: torch.Tensor | Sequence[int],  # [n], distinct
+) -> None:
+    """Copy contiguous blocks into each cache, in place."""
+    ids = torch.as_tensor(block_ids, dtype=torch.long)
+    swap_blocks(blocks, caches, torch.stack([torch.arange(len(ids)), ids], dim=1))
+
+
+def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as integers: every dtype can be indexed, and NaN payloads survive."""
+    return tensor.view(
+        {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    )

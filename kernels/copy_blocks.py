@@ -1,0 +1,409 @@
+"""Block copies: copy-on-write within a cache, and the one kernel that gather and swap share.
+
+For every tensor t and every pair (s, d)
+
+    destination[t][d, :, :, :] = source[t][s, :, :, :]
+
+bit for bit, with every source read as it was before the call.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from .launch import cdiv, launch, next_power_of_2
+from .offline import DTYPES, OfflineCase
+
+# 16 bytes a thread and four of them in flight, with the 128 threads of 4 warps.
+TILE_BYTES = 8192
+WORDS = {1: tl.int8, 2: tl.int16, 4: tl.int32}
+
+Pairs = torch.Tensor | np.ndarray | Sequence[tuple[int, int]]
+
+
+@triton.jit(
+    do_not_specialize=[
+        "stride_src_block",
+        "stride_src_token",
+        "stride_src_head",
+        "stride_dst_block",
+        "stride_dst_token",
+        "stride_dst_head",
+        "block_units",
+        "head_units",
+        "num_heads",
+        "num_tensors",
+        "num_tiles",
+    ]
+)
+def copy_blocks_kernel(
+    src_addresses,  # int64 [num_tensors], where each source tensor begins
+    dst_addresses,  # int64 [num_tensors]
+    pairs,  # int64 [num_pairs, 2], a source of -1 copies nothing
+    stride_src_block,  # strides and sizes count units of UNIT_WORDS words
+    stride_src_token,
+    stride_src_head,
+    stride_dst_block,
+    stride_dst_token,
+    stride_dst_head,
+    block_units,
+    head_units,
+    num_heads,
+    num_tensors,
+    num_tiles,
+    WORD: tl.constexpr,
+    WORD_BYTES: tl.constexpr,
+    UNIT_WORDS: tl.constexpr,
+    FLAT: tl.constexpr,
+    TILE_WORDS: tl.constexpr,
+):
+    program = tl.program_id(0)
+    tile = program % num_tiles
+    tensor = program // num_tiles % num_tensors
+    pair = (program // num_tiles // num_tensors).to(tl.int64)
+    src_block = tl.load(pairs + 2 * pair)
+    dst_block = tl.load(pairs + 2 * pair + 1)
+    if src_block >= 0:
+        src = tl.load(src_addresses + tensor).to(tl.pointer_type(WORD))
+        dst = tl.load(dst_addresses + tensor).to(tl.pointer_type(WORD))
+        src = tl.multiple_of(src, UNIT_WORDS * WORD_BYTES)
+        dst = tl.multiple_of(dst, UNIT_WORDS * WORD_BYTES)
+        word = tile * TILE_WORDS + tl.arange(0, TILE_WORDS)  # [TILE_WORDS]
+        mask = word < block_units * UNIT_WORDS
+        # Sizes are multiplied by UNIT_WORDS here, so that the compiler sees what divides them.
+        if FLAT:
+            src_word = word
+            dst_word = word
+        else:
+            head_words = head_units * UNIT_WORDS
+            row = word // head_words
+            token = (row // num_heads).to(tl.int64)
+            head = (row % num_heads).to(tl.int64)
+            column = word % head_words
+            src_word = (token * stride_src_token + head * stride_src_head) * UNIT_WORDS + column
+            dst_word = (token * stride_dst_token + head * stride_dst_head) * UNIT_WORDS + column
+        src += src_block * stride_src_block * UNIT_WORDS
+        dst += dst_block * stride_dst_block * UNIT_WORDS
+        words = tl.load(src + src_word, mask=mask)
+        tl.store(dst + dst_word, words, mask=mask)
+
+
+def copy_blocks(
+    key_caches: Sequence[torch.Tensor],
+    value_caches: Sequence[torch.Tensor],
+    block_mapping: Pairs,
+) -> None:
+    """Copy whole blocks within every layer's cache, as copy-on-write asks.
+
+    One launch for all layers. A block that is a source of one pair and the destination of another
+    is read before it is written: such sources pass through a staging buffer, in further launches.
+
+    Args:
+        key_caches: a tensor a layer, [num_blocks, block_size, num_kv_heads, head_size], any dtype
+            and strides whose last one is 1; written in place.
+        value_caches: likewise; the head size may differ from the keys'.
+        block_mapping: int64 [num_pairs, 2] of (source, destination), on the CPU (a tensor on a GPU
+            is fetched first, which waits for it).
+
+    Raises:
+        ValueError: before anything is copied, for ids outside [0, num_blocks), a destination that
+            occurs twice, or caches that differ in shape, dtype or device.
+
+    Example: `copy_blocks([k0, k1], [v0, v1], [(3, 7), (3, 8)])` makes blocks 7 and 8 equal block 3
+    in both layers.
+    """
+    num_blocks = check_caches(key_caches, value_caches)
+    pairs = check_pairs("block_mapping", block_mapping, num_blocks, num_blocks)
+    copy_within([*key_caches, *value_caches], pairs)
+
+
+def copy_within(caches: Sequence[torch.Tensor], pairs: np.ndarray) -> None:
+    """Copy checked pairs, int64 [n, 2], within each cache, all sources read first."""
+    pairs = pairs[pairs[:, 0] != pairs[:, 1]]
+    overwritten = np.isin(pairs[:, 0], pairs[:, 1])
+    if not overwritten.any():
+        launch_copies(caches, caches, pairs)
+        return
+    stage = StagedBlocks(caches, pairs[overwritten, 0], caches[0].device)
+    launch_copies(caches, caches, pairs[~overwritten])
+    stage.copy_to(caches, pairs[overwritten, 1])
+
+
+class StagedBlocks:
+    """A copy of some blocks of each cache, so that the caches can be written meanwhile."""
+
+    def __init__(
+        self,
+        caches: Sequence[torch.Tensor],
+        block_ids: np.ndarray,  # int64 [n], repeats allowed
+        device: torch.device,
+    ) -> None:
+        distinct, self._rows = np.unique(block_ids, return_inverse=True)
+        self._blocks = [
+            torch.empty((len(distinct), *cache.shape[1:]), dtype=cache.dtype, device=device)
+            for cache in caches
+        ]
+        launch_copies(caches, self._blocks, np.stack([distinct, np.arange(len(distinct))], axis=1))
+
+    def copy_to(self, caches: Sequence[torch.Tensor], destinations: np.ndarray) -> None:
+        """Write the i-th staged block to block destinations[i] of each cache."""
+        launch_copies(self._blocks, caches, np.stack([self._rows, destinations], axis=1))
+
+
+class _Geometry(NamedTuple):
+    """How one tensor's blocks lie in memory; tensors that agree are copied by one launch."""
+
+    unit_bytes: int
+    flat: bool
+    strides: tuple[int, ...]  # source block, token, head; destination block, token, head
+    block_units: int
+    head_units: int
+    num_heads: int
+
+
+def launch_copies(
+    sources: Sequence[torch.Tensor],
+    destinations: Sequence[torch.Tensor],
+    pairs: np.ndarray | torch.Tensor,
+) -> None:
+    """Copy checked pairs, int64 [n, 2], from each source tensor to the destination beside it.
+
+    Pairs in a numpy array are uploaded; a tensor is used where it is. No destination may be a
+    source as well: programs run in any order.
+    """
+    device = launch_device([*sources, *destinations])
+    if not len(pairs):
+        return
+    on_device = pairs if isinstance(pairs, torch.Tensor) else to_device(pairs, device)
+    groups: dict[_Geometry, list[tuple[int, int]]] = {}
+    for source, destination in zip(sources, destinations, strict=True):
+        if source[0].numel():
+            addresses = (source.data_ptr(), destination.data_ptr())
+            groups.setdefault(_geometry(source, destination), []).append(addresses)
+    for geometry, addresses in groups.items():
+        _launch_group(geometry, addresses, on_device, device)
+
+
+def _launch_group(
+    geometry: _Geometry,
+    addresses: list[tuple[int, int]],
+    pairs: torch.Tensor,
+    device: torch.device,
+) -> None:
+    word_bytes = min(4, geometry.unit_bytes)
+    unit_words = geometry.unit_bytes // word_bytes
+    tile_words = min(TILE_BYTES // word_bytes, next_power_of_2(geometry.block_units * unit_words))
+    src_addresses, dst_addresses = (
+        address_table(table, device) for table in zip(*addresses, strict=True)
+    )
+    launch(
+        copy_blocks_kernel,
+        copy_grid(len(pairs), len(addresses), geometry.block_units * unit_words, tile_words),
+        src_addresses,
+        dst_addresses,
+        pairs,
+        *geometry.strides,
+        geometry.block_units,
+        geometry.head_units,
+        geometry.num_heads,
+        len(addresses),
+        cdiv(geometry.block_units * unit_words, tile_words),
+        WORD=WORDS[word_bytes],
+        WORD_BYTES=word_bytes,
+        UNIT_WORDS=unit_words,
+        FLAT=geometry.flat,
+        TILE_WORDS=tile_words,
+        num_warps=4,
+    )
+
+
+def copy_grid(
+    num_pairs: int, num_tensors: int, block_words: int, tile_words: int
+) -> tuple[int, ...]:
+    """One program a pair, tensor and tile of a block, all on the one axis that may grow."""
+    return (num_pairs * num_tensors * cdiv(block_words, tile_words),)
+
+
+def _geometry(source: torch.Tensor, destination: torch.Tensor) -> _Geometry:
+    size = source.element_size()
+    num_heads, head_size = source.shape[2:]
+    flat = _is_dense(source) and source.stride()[1:] == destination.stride()[1:]
+    strides = [stride * size for stride in (*source.stride()[:3], *destination.stride()[:3])]
+    run = source[0].numel() * size if flat else head_size * size
+    used = [strides[0], strides[3]] if flat else strides
+    unit_bytes = math.gcd(16, run, source.data_ptr(), destination.data_ptr(), *used)
+    return _Geometry(
+        unit_bytes,
+        flat,
+        tuple(stride // unit_bytes for stride in strides),
+        source[0].numel() * size // unit_bytes,
+        head_size * size // unit_bytes,
+        num_heads,
+    )
+
+
+def _is_dense(cache: torch.Tensor) -> bool:
+    """True if a block is one run of memory, whatever the order of its axes."""
+    expected = 1
+    for stride, size in sorted(zip(cache.stride()[1:], cache.shape[1:], strict=True)):
+        if size > 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+@lru_cache(maxsize=256)
+def address_table(addresses: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """The addresses as int64 [n] on `device`. Never written again, so launches may share it."""
+    return to_device(np.array(addresses, dtype=np.int64), device)
+
+
+def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """Copy an array to `device` without waiting for the work that is queued there.
+
+    The copy reads a pinned buffer of its own, which torch gives to nobody else while it is read.
+    """
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def launch_device(tensors: Sequence[torch.Tensor]) -> torch.device:
+    """The one GPU that the tensors are on, host memory beside it being pinned; else the CPU.
+
+    Raises:
+        ValueError: for two devices, or host memory that the GPU cannot reach.
+    """
+    devices = sorted({tensor.device for tensor in tensors if tensor.device.type != "cpu"}, key=str)
+    if not devices:
+        return torch.device("cpu")
+    if len(devices) > 1:
+        raise ValueError(f"tensors on {devices[0]} and {devices[1]}: one device is expected")
+    for tensor in tensors:
+        if tensor.device.type == "cpu" and not tensor.is_pinned():
+            raise ValueError(f"host memory beside tensors on {devices[0]} has to be pinned")
+    return devices[0]
+
+
+def check_blocks(name: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the first of `tensors`, all of them blocks of the same shape, dtype and device.
+
+    Raises:
+        ValueError: naming the tensor that differs or can't be addressed.
+    """
+    if not len(tensors):
+        raise ValueError(f"{name} holds no tensor")
+    first = tensors[0]
+    for index, tensor in enumerate(tensors):
+        where = f"{name}[{index}]"
+        if tensor.ndim != 4:
+            raise ValueError(
+                f"{where} has shape {list(tensor.shape)}; expected 4 axes: "
+                "[num_blocks, block_size, num_kv_heads, head_size]"
+            )
+        for what in ("shape", "dtype", "device"):
+            if getattr(tensor, what) != getattr(first, what):
+                raise ValueError(
+                    f"{where} has {what} {getattr(tensor, what)}, {name}[0] {getattr(first, what)}"
+                )
+        if tensor.shape[3] > 1 and tensor.stride(3) != 1:
+            raise ValueError(f"{where} has strides {tensor.stride()}: the last one must be 1")
+        if any(n > 1 and s == 0 for n, s in zip(tensor.shape, tensor.stride(), strict=True)):
+            raise ValueError(f"{where} has strides {tensor.stride()}: elements overlap")
+    return first
+
+
+def check_caches(key_caches: Sequence[torch.Tensor], value_caches: Sequence[torch.Tensor]) -> int:
+    """Return the number of blocks of caches that belong together.
+
+    Raises:
+        ValueError: unless keys and values agree in all but the head size.
+    """
+    if len(key_caches) != len(value_caches):
+        raise ValueError(f"{len(key_caches)} key caches, but {len(value_caches)} value caches")
+    key = check_blocks("key_caches", key_caches)
+    value = check_blocks("value_caches", value_caches)
+    for what, ours, theirs in (
+        ("shape", list(value.shape[:3]), list(key.shape[:3])),
+        ("dtype", value.dtype, key.dtype),
+        ("device", value.device, key.device),
+    ):
+        if ours != theirs:
+            raise ValueError(f"value_caches have {what} {ours}, key_caches {theirs}")
+    return key.shape[0]
+
+
+def check_pairs(name: str, pairs: Pairs, num_sources: int, num_destinations: int) -> np.ndarray:
+    """Return (source, destination) pairs as int64 [n, 2].
+
+    Raises:
+        ValueError: for another shape or dtype, ids out of range, or a destination given twice.
+    """
+    array = host_ids(name, pairs)
+    if not array.size:
+        array = array.reshape(0, 2)
+    if array.ndim != 2 or array.shape[1] != 2:
+        raise ValueError(f"{name} has shape {list(array.shape)}; expected [num_pairs, 2]")
+    check_range(f"{name} source", array[:, 0], num_sources)
+    check_range(f"{name} destination", array[:, 1], num_destinations)
+    check_distinct(f"{name} destination", array[:, 1])
+    return array
+
+
+def host_ids(name: str, ids: Pairs | Sequence[int]) -> np.ndarray:
+    """Return block ids as an int64 array of the caller's shape.
+
+    Raises:
+        ValueError: if they are not integers.
+    """
+    array = ids.cpu().numpy() if isinstance(ids, torch.Tensor) else np.asarray(ids)
+    if array.size and array.dtype.kind not in "iu":
+        raise ValueError(f"{name} is {array.dtype}; expected integers")
+    return array.astype(np.int64)
+
+
+def check_range(name: str, ids: np.ndarray, num_blocks: int) -> None:
+    """Raise ValueError for the first id outside [0, num_blocks)."""
+    outside = (ids < 0) | (ids >= num_blocks)
+    if outside.any():
+        raise ValueError(f"{name} {ids[outside.argmax()]} is outside [0, {num_blocks})")
+
+
+def check_distinct(name: str, ids: np.ndarray) -> None:
+    """Raise ValueError for an id that occurs twice."""
+    distinct, counts = np.unique(ids, return_counts=True)
+    if len(distinct) < len(ids):
+        twice = distinct[counts.argmax()]
+        raise ValueError(f"{name} {twice} occurs {counts.max()} times: its contents are ambiguous")
+
+
+def offline_cases() -> Iterator[OfflineCase]:
+    """Copies as they are launched for NHD caches, and for a layout that changes on the way."""
+    for name, dtype in DTYPES.items():
+        cache = torch.empty(4, 16, 8, 128, dtype=dtype)
+        layers = [cache, cache]
+        yield OfflineCase(
+            "copy_blocks", name, lambda layers=layers: copy_blocks(layers, layers, [(0, 1)]), "nhd"
+        )
+    odd = torch.empty(4, 3, 1, 5, dtype=torch.float16)
+    yield OfflineCase("copy_blocks", "fp16", lambda: copy_blocks([odd], [odd], [(0, 1)]), "d5")
+    hnd, nhd = (
+        torch.empty(4, 8, 16, 128, dtype=torch.float16).transpose(1, 2),
+        torch.empty(4, 16, 8, 128, dtype=torch.float16),
+    )
+    yield OfflineCase(
+        "copy_blocks",
+        "fp16",
+        lambda: launch_copies([hnd], [nhd], np.array([(0, 1)])),
+        "hnd-to-nhd",
+    )
