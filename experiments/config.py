@@ -19,7 +19,11 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 AUTO = "auto"
 
 
-class ConfigError(ValueError):
+class InputError(ValueError):
+    """What the user gave is at fault, and the message says all that is needed to mend it."""
+
+
+class ConfigError(InputError):
     """A configured value is out of range; the message names the key, the value and the range."""
 
 

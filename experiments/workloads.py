@@ -24,6 +24,7 @@ from .config import (
     ChatConfig,
     FewShotConfig,
     IndependentConfig,
+    InputError,
     MooncakeConfig,
     TraceConfig,
     WorkloadConfig,
@@ -92,7 +93,8 @@ def make_workload(config: WorkloadConfig, seed: int = 0) -> Workload:
     """The workload that `config` describes; equal seeds give equal requests.
 
     A trace is read through once, so that a malformed line ends the run before it starts.
-    Raises ValueError naming file and line for such a line, OSError for a file that isn't there.
+    Raises InputError, a ValueError, naming file and line for such a line; OSError for a file that
+    isn't there.
     """
     match config:
         case MooncakeConfig():
@@ -158,7 +160,7 @@ class _Trace(Workload):
         self.path = Path(config.path).expanduser()
         super().__init__(config.name, sum(1 for _ in self))
         if not self.num_requests:
-            raise ValueError(f"{self.path}: no request in this trace")
+            raise InputError(f"{self.path}: no request in this trace")
 
     def _records(self) -> Iterator[tuple[int, float, dict[str, Any]]]:
         raise NotImplementedError
@@ -169,7 +171,7 @@ class _Trace(Workload):
         for request_id, (line, seconds, request) in enumerate(records):
             first = seconds if first is None else first
             if previous is not None and seconds < previous:
-                raise ValueError(
+                raise InputError(
                     f"{self.path}:{line}: timestamp goes back by {previous - seconds:g} s"
                 )
             previous = seconds
@@ -184,27 +186,27 @@ class MooncakeTrace(_Trace):
         for line, text in _numbered_lines(self.path):
             try:
                 yield line, *_mooncake_record(text)
-            except ValueError as error:
-                raise ValueError(f"{self.path}:{line}: {error}") from None
+            except InputError as error:
+                raise InputError(f"{self.path}:{line}: {error}") from None
 
 
 def _mooncake_record(text: str) -> tuple[float, dict[str, Any]]:
     try:
         record = json.loads(text)
     except ValueError as error:
-        raise ValueError(f"not a JSON object ({error}): {text[:60]!r}") from None
+        raise InputError(f"not a JSON object ({error}): {text[:60]!r}") from None
     if not isinstance(record, dict):
-        raise ValueError(f"not a JSON object: {text[:60]!r}")
+        raise InputError(f"not a JSON object: {text[:60]!r}")
     for key in ("timestamp", "input_length", "output_length", "hash_ids"):
         if key not in record:
-            raise ValueError(f"no {key!r} in {text[:60]!r}")
+            raise InputError(f"no {key!r} in {text[:60]!r}")
     num_prompt_tokens = _length("input_length", record["input_length"])
     ids = record["hash_ids"]
     if not isinstance(ids, list) or any(type(i) is not int or not 0 <= i < 2**62 for i in ids):
-        raise ValueError(f"hash_ids must be a list of numbers >= 0, got {str(ids)[:60]}")
+        raise InputError(f"hash_ids must be a list of numbers >= 0, got {str(ids)[:60]}")
     num_ids = -(-num_prompt_tokens // MOONCAKE_TOKENS_PER_ID)
     if len(ids) != num_ids:
-        raise ValueError(
+        raise InputError(
             f"input_length {num_prompt_tokens} needs {num_ids} hash_ids of "
             f"{MOONCAKE_TOKENS_PER_ID} tokens, got {len(ids)}"
         )
@@ -213,7 +215,7 @@ def _mooncake_record(text: str) -> tuple[float, dict[str, Any]]:
     segments[-1] = Segment(ids[-1], last)
     timestamp = record["timestamp"]
     if type(timestamp) not in (int, float) or not math.isfinite(timestamp):
-        raise ValueError(f"timestamp must be a number of milliseconds, got {timestamp!r}")
+        raise InputError(f"timestamp must be a number of milliseconds, got {timestamp!r}")
     return timestamp / 1000, {
         "num_prompt_tokens": num_prompt_tokens,
         "num_output_tokens": _length("output_length", record["output_length"]),
@@ -230,25 +232,25 @@ class AzureTrace(_Trace):
         lines = _numbered_lines(self.path)
         line, header = next(lines, (1, ""))
         if tuple(header.split(",")) != self.COLUMNS:
-            raise ValueError(
+            raise InputError(
                 f"{self.path}:{line}: expected the header {','.join(self.COLUMNS)}, "
                 f"got {header[:60]!r}"
             )
         for line, text in lines:
             try:
                 yield line, *_azure_record(text)
-            except ValueError as error:
-                raise ValueError(f"{self.path}:{line}: {error}") from None
+            except InputError as error:
+                raise InputError(f"{self.path}:{line}: {error}") from None
 
 
 def _azure_record(text: str) -> tuple[float, dict[str, Any]]:
     cells = text.split(",")
     if len(cells) != len(AzureTrace.COLUMNS):
-        raise ValueError(f"expected {len(AzureTrace.COLUMNS)} columns, got {text[:60]!r}")
+        raise InputError(f"expected {len(AzureTrace.COLUMNS)} columns, got {text[:60]!r}")
     try:
         moment = datetime.fromisoformat(cells[0])
     except ValueError:
-        raise ValueError(f"TIMESTAMP is not a date and time: {cells[0]!r}") from None
+        raise InputError(f"TIMESTAMP is not a date and time: {cells[0]!r}") from None
     # A difference of naive datetimes, unlike timestamp(), knows no daylight saving time.
     seconds = (moment.replace(tzinfo=None) - datetime.min).total_seconds()
     lengths = [int(cell) if cell.isdecimal() else cell for cell in cells[1:]]
@@ -260,7 +262,7 @@ def _azure_record(text: str) -> tuple[float, dict[str, Any]]:
 
 def _length(key: str, value: Any) -> int:
     if type(value) is not int or value < 1:
-        raise ValueError(f"{key} must be a number of tokens >= 1, got {value!r}")
+        raise InputError(f"{key} must be a number of tokens >= 1, got {value!r}")
     return value
 
 
@@ -274,7 +276,7 @@ def _numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
                 if text := text.strip():
                     yield line, text
     except (EOFError, gzip.BadGzipFile, zlib.error, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}:{line + 1}: cannot be read on: {error}") from error
+        raise InputError(f"{path}:{line + 1}: cannot be read on: {error}") from error
 
 
 # Seeded generators

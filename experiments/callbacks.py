@@ -1,0 +1,115 @@
+"""The Hydra callback that claims a results folder first and ends it in a table and a report.
+
+Hydra turns exceptions in callbacks into warnings, so what must stop the run leaves by SystemExit.
+"""
+
+import logging
+import math
+import sys
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig
+from tqdm import tqdm
+
+from .config import InputError
+from .results import ResultsFolder, plain_config, provenance
+
+log = logging.getLogger(__name__)
+
+
+class ConsoleHandler(logging.StreamHandler):
+    """Writes log lines above a progress bar instead of through it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        tqdm.write(self.format(record), file=self.stream)
+
+
+class Sweep(NamedTuple):
+    """What a multirun's overrides ask for."""
+
+    swept_keys: list[str]
+    fixed: dict[str, str]
+    """Overrides that every point has, as text."""
+    num_points: int
+
+
+def parse_sweep(overrides: Iterable[str]) -> Sweep:
+    """Split overrides into swept keys and fixed ones; a later override of a key replaces it."""
+    parsed = OverridesParser.create().parse_overrides(list(overrides))
+    by_key = {override.get_key_element(): override for override in parsed}
+    swept = {key: o for key, o in by_key.items() if o.is_sweep_override()}
+    fixed = {key: o.get_value_element_as_str() for key, o in by_key.items() if key not in swept}
+    counts = [len(list(override.sweep_iterator())) for override in swept.values()]
+    return Sweep(list(swept), fixed, math.prod(counts))
+
+
+class Results(Callback):
+    """Results of a run or a sweep, from the first look at the folder to the exit status.
+
+    `rank_by` names the metric of which the best row has most; `columns` the metrics shown in the
+    printed table.
+    """
+
+    def __init__(self, rank_by: str, columns: list[str]) -> None:
+        self.shown = {"rank_by": rank_by, "columns": list(columns)}
+        self.bar: tqdm | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Launchers send callbacks to other processes, where a progress bar can't go.
+        return Results, tuple(self.shown.values())
+
+    def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
+        self._claim(config, Sweep([], {}, 1))
+
+    def on_run_end(self, config: DictConfig, **kwargs: Any) -> None:
+        self._finish(config)
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        params = config.hydra.sweeper.get("params") or {}
+        overrides = [f"{key}={value}" for key, value in params.items()]
+        sweep = parse_sweep([*overrides, *config.hydra.overrides.task])
+        self._claim(config, sweep)
+        self.bar = tqdm(total=sweep.num_points, desc="sweep", unit="point", disable=None)
+
+    def on_job_end(self, config: DictConfig, **kwargs: Any) -> None:
+        if self.bar is not None:
+            self.bar.update()
+
+    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
+        if self.bar is not None:
+            self.bar.close()
+        self._finish(config)
+
+    def _claim(self, config: DictConfig, sweep: Sweep) -> None:
+        folder = ResultsFolder.of(config.hydra)
+        versions = {key: text for key, text in provenance().items() if key != "commit"}
+        manifest = {
+            "app": config.hydra.job.name,
+            "swept_keys": sweep.swept_keys,
+            "fixed": sweep.fixed,
+            "config": plain_config(config),
+            "provenance": versions,
+            "shown": self.shown,
+        }
+        try:
+            folder.claim(manifest)
+        except InputError as error:
+            sys.exit(f"error: {error}; choose another hydra.run.dir or hydra.sweep.dir")
+
+    def _finish(self, config: DictConfig) -> None:
+        """Write the report, print its summary, and exit with 1 where a point failed."""
+        # Only now: plotting libraries take longer to import than a refused configuration to show.
+        from .report import write_report
+
+        folder = ResultsFolder.of(config.hydra)
+        try:
+            summary = write_report(folder)
+        except Exception:
+            log.exception("the report could not be written; its rows are in %s", folder.root)
+            sys.exit(1)
+        print(summary)
+        if any(row["status"] == "failed" for row in folder.rows()):
+            sys.exit(1)

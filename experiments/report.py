@@ -1,0 +1,221 @@
+"""From rows to what a person reads: results.csv, plots and one self-contained report.html.
+
+    python -m experiments.report DIR
+
+rebuilds all three from the rows of a run or a sweep; nothing is measured again.
+"""
+
+import argparse
+import base64
+import html
+import io
+import sys
+from pathlib import Path
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from .config import InputError
+from .plots import metric_figure, occupancy_figure
+from .results import ResultsFolder, Row, write_whole
+
+NUM_BEST_ROWS = 5
+STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 1200px; margin: 2em auto;
+       padding: 0 1em; }
+h1, h2 { line-height: 1.2; } h2 { margin-top: 2em; }
+table { border-collapse: collapse; font-size: 13px; }
+th, td { padding: 3px 9px; text-align: right; border-bottom: 1px solid #ddd;
+         font-variant-numeric: tabular-nums; white-space: nowrap; }
+th { background: #f3f3f3; } tr.failed td { background: #fde8e6; }
+.wide { overflow-x: auto; } .maps img { width: 49%; } img { max-width: 100%; }
+pre { background: #f6f6f6; padding: 1em; overflow-x: auto; font-size: 12px; }
+"""
+
+
+def results_table(rows: list[Row]) -> pd.DataFrame:
+    """One line a row: swept keys, status, message, metrics, then what produced the row.
+
+    Metrics stand in the order in which they were reported; a failed row's are empty. Columns with
+    "wall" in their name hold real time and differ from run to run.
+    """
+    metrics = list(dict.fromkeys(name for row in rows for name in row["metrics"]))
+    return pd.DataFrame(
+        {
+            **row["swept"],
+            "status": row["status"],
+            "message": row["message"],
+            **{name: row["metrics"].get(name) for name in metrics},
+            "wall_s": row["wall_s"],
+            **{group: row["config"][group]["name"] for group in ("workload", "model", "gpu")},
+            "seed": row["seed"],
+            **row["provenance"],
+            "config_hash": row["config_hash"],
+        }
+        for row in rows
+    )
+
+
+def write_report(folder: ResultsFolder) -> str:
+    """Write results.csv, plots/*.png and report.html into the folder; return a short summary.
+
+    Raises InputError where the folder holds no rows.
+    """
+    manifest, rows = folder.manifest(), folder.rows()
+    if not rows:
+        raise InputError(f"{folder.root} holds no rows yet")
+    table = results_table(rows)
+    write_whole(folder.root / "results.csv", table.to_csv(index=False).encode())
+    best = best_rows(table, manifest)
+    figures, constant = _figures(rows, manifest["swept_keys"])
+    images = {name: _png(figure) for name, figure in figures.items()}
+    for name, image in images.items():
+        write_whole(folder.root / "plots" / f"{name}.png", image)
+    page = _page(manifest, rows, table, best, constant, images)
+    report = folder.root / "report.html"
+    write_whole(report, page.encode())
+    failed = [row for row in rows if row["status"] == "failed"]
+    lines = [f"best of {len(rows)} by {manifest['shown']['rank_by']}:", _text(best)]
+    lines += [f"failed: {_swept_text(row)}: {row['message']}" for row in failed]
+    return "\n".join([*lines, f"report: {report}"])
+
+
+def best_rows(table: pd.DataFrame, manifest: dict) -> pd.DataFrame:
+    """The rows with most of the ranking metric: their swept keys and the columns to be shown."""
+    shown = manifest["shown"]
+    columns = [*manifest["swept_keys"], *(c for c in shown["columns"] if c in table)]
+    finished = table[table["status"] == "ok"]
+    if shown["rank_by"] in finished:
+        # A stable sort keeps equal rows in the order of their swept keys.
+        finished = finished.sort_values(shown["rank_by"], ascending=False, kind="stable")
+    return finished[columns].head(NUM_BEST_ROWS)
+
+
+def _figures(rows: list[Row], swept: list[str]) -> tuple[dict[str, Figure], dict[str, float]]:
+    """Figures by file name, and the metrics that are the same in all rows and need none."""
+    finished = [row for row in rows if row["status"] == "ok"]
+    figures, constant = {}, {}
+    for metric in dict.fromkeys(name for row in finished for name in row["metrics"]):
+        values = [row["metrics"].get(metric) for row in finished]
+        # Compared as text, because NaN (no request finished) doesn't equal itself.
+        if len(set(map(str, values))) == 1:
+            constant[metric] = values[0]
+        else:
+            figures[metric] = metric_figure(metric, rows, swept)
+    with_series = [row for row in finished if row["occupancy"]]
+    if with_series:
+        figures["occupancy"] = occupancy_figure(with_series, swept)
+    return figures, constant
+
+
+def _png(figure: Figure) -> bytes:
+    buffer = io.BytesIO()
+    # Without the version that matplotlib writes by default, equal rows give equal files.
+    figure.savefig(buffer, format="png", dpi=100, metadata={"Software": None})
+    return buffer.getvalue()
+
+
+def _page(
+    manifest: dict,
+    rows: list[Row],
+    table: pd.DataFrame,
+    best: pd.DataFrame,
+    constant: dict[str, float],
+    images: dict[str, bytes],
+) -> str:
+    swept, app = manifest["swept_keys"], _escape(manifest["app"])
+    values = {key: dict.fromkeys(str(row["swept"][key]) for row in rows) for key in swept}
+    names = rows[0]["config"]
+    parts = [
+        f"<h1>{app}: {' &times; '.join(map(_escape, swept)) or 'one run'}</h1>",
+        f"<p>{len(rows)} points: {_escape(names['model']['name'])} on "
+        f"{_escape(names['gpu']['name'])}, workload {_escape(names['workload']['name'])}, "
+        f"seed {rows[0]['seed']}.</p>",
+        "<ul>"
+        + "".join(f"<li>{_escape(k)}: {_escape(', '.join(v))}</li>" for k, v in values.items()),
+        f"</ul><h2>Most {_escape(manifest['shown']['rank_by'])}</h2>",
+        _html_table(best),
+    ]
+    failed = [row for row in rows if row["status"] == "failed"]
+    if failed:
+        items = (f"<li>{_escape(_swept_text(r))}: {_escape(r['message'])}</li>" for r in failed)
+        parts.append(f"<h2>Failed points</h2><ul>{''.join(items)}</ul>")
+    if "occupancy" in images:
+        parts.append("<h2>Pool occupancy over time</h2>" + _image("occupancy", images))
+    maps = [name for name in images if name != "occupancy"]
+    if maps:
+        parts.append("<h2>Metrics</h2><div class=maps>")
+        parts += [_image(name, images) for name in maps]
+        parts.append("</div>")
+    if constant:
+        heading = "Metrics that are the same at every point" if swept else "Metrics"
+        listed = pd.DataFrame({"metric": constant.keys(), "value": constant.values()})
+        parts.append(f"<h2>{heading}</h2>{_html_table(listed)}")
+    parts.append(f"<h2>All rows</h2><div class=wide>{_html_table(table)}</div>")
+    details = _escape(_indented({"configuration": manifest["config"], **manifest["provenance"]}))
+    parts.append(f"<h2>Base configuration and versions</h2><pre>{details}</pre>")
+    return (
+        f"<!doctype html><html lang=en><meta charset=utf-8><title>{app}</title>"
+        f"<style>{STYLE}</style><body>{''.join(parts)}</body></html>"
+    )
+
+
+def _image(name: str, images: dict[str, bytes]) -> str:
+    data = base64.b64encode(images[name]).decode()
+    return f'<img alt="{_escape(name)}" src="data:image/png;base64,{data}">'
+
+
+def _html_table(table: pd.DataFrame) -> str:
+    header = "".join(f"<th>{_escape(column)}</th>" for column in table.columns)
+    lines = []
+    for cells in table.itertuples(index=False):
+        css = " class=failed" if "failed" in cells else ""
+        lines.append(f"<tr{css}>{''.join(f'<td>{_escape(_cell(c))}</td>' for c in cells)}</tr>")
+    return f"<table><tr>{header}</tr>{''.join(lines)}</table>"
+
+
+def _text(table: pd.DataFrame) -> str:
+    if table.empty:
+        return "no finished point"
+    return table.map(_cell).to_string(index=False)
+
+
+def _cell(value: object) -> str:
+    if value is None or value != value:
+        return ""
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return str(value)
+
+
+def _swept_text(row: Row) -> str:
+    return ", ".join(f"{key}={value}" for key, value in row["swept"].items()) or "this run"
+
+
+def _indented(value: dict, depth: int = 0) -> str:
+    lines = []
+    for key, item in value.items():
+        if isinstance(item, dict):
+            lines += [f"{'  ' * depth}{key}:", _indented(item, depth + 1)]
+        else:
+            lines.append(f"{'  ' * depth}{key}: {item}")
+    return "\n".join(lines)
+
+
+def _escape(value: object) -> str:
+    return html.escape(str(value))
+
+
+def main() -> None:
+    """Rebuild the report of a results folder."""
+    parser = argparse.ArgumentParser(prog="python -m experiments.report", description=__doc__)
+    parser.add_argument("folder", type=Path, help="output folder of a run, or root of a sweep")
+    arguments = parser.parse_args()
+    try:
+        print(write_report(ResultsFolder(arguments.folder)))
+    except InputError as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

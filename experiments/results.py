@@ -1,0 +1,244 @@
+"""Where results live: one folder a sweep, one JSON file a point, written when the point ends.
+
+    DIR/sweep.json          what was swept over which base configuration, by which code
+    DIR/rows/<hash>.json    one point: swept values, metrics, status, provenance, occupancy
+
+A folder takes points of one sweep only. Run again, it keeps its finished points and repeats failed
+ones; a point interrupted halfway has no row. Files appear whole or not at all, so points may run
+in parallel processes and be killed at any time.
+"""
+
+import functools
+import hashlib
+import json
+import logging
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+
+from .config import InputError
+
+MANIFEST = "sweep.json"
+NOT_IDENTITY = ("hydra", "fail_fast")
+"""Top-level keys that change how a sweep runs, not what a point measures."""
+REPOSITORY = Path(__file__).resolve().parent.parent
+CODE = ("cache", "experiments")
+"""Packages whose source decides what a point measures."""
+
+log = logging.getLogger(__name__)
+Row = dict[str, Any]
+
+
+class ForeignFolderError(InputError):
+    """The folder holds something other than results of this sweep."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What a point yields: numbers with units in their names, and time series of equal length."""
+
+    metrics: dict[str, float | int]
+    occupancy: dict[str, np.ndarray] = field(default_factory=dict)
+
+
+@functools.cache
+def provenance() -> dict[str, str]:
+    """What produced a row: commit, hash of the source, and versions."""
+    return {"commit": _commit(), "code_hash": _code_hash(), **_versions()}
+
+
+def _versions() -> dict[str, str]:
+    packages = {name: version(name) for name in ("numpy", "hydra-core", "omegaconf")}
+    return {"python": platform.python_version(), **packages}
+
+
+def _code_hash() -> str:
+    digest = hashlib.sha256()
+    for path in sorted(path for package in CODE for path in (REPOSITORY / package).rglob("*.py")):
+        digest.update(f"{path.relative_to(REPOSITORY)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _commit() -> str:
+    """The checked-out commit, with "-dirty" after it for changed files; "unknown" outside git."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(REPOSITORY), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        if Path(git("rev-parse", "--show-toplevel")).resolve() != REPOSITORY:
+            return "unknown"
+        dirty = "-dirty" if git("status", "--porcelain", "--untracked-files=no") else ""
+        return git("rev-parse", "HEAD") + dirty
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def plain_config(config: DictConfig) -> dict[str, Any]:
+    """The configuration of a point as JSON-ready values, interpolations resolved."""
+    kept = OmegaConf.masked_copy(config, [key for key in config if key not in NOT_IDENTITY])
+    return OmegaConf.to_container(kept, resolve=True, enum_to_str=True)
+
+
+def config_hash(config: dict[str, Any]) -> str:
+    """16 hex digits that name a configuration, equal in every process."""
+    return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file so that a reader, or a kill at any moment, finds all of it or none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with scratch.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    scratch.replace(path)
+
+
+class ResultsFolder:
+    """One sweep's folder, or one single run's."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    @classmethod
+    def of(cls, hydra: DictConfig) -> "ResultsFolder":
+        """The folder that a job or a sweep with Hydra's own configuration `hydra` writes to."""
+        chosen = hydra.sweep.dir if hydra.mode is RunMode.MULTIRUN else hydra.run.dir
+        return cls(Path(hydra.runtime.cwd) / chosen)
+
+    def claim(self, manifest: dict[str, Any]) -> None:
+        """Start the sweep that `manifest` describes here, or go on with it; drop failed rows.
+
+        Raises ForeignFolderError, changing nothing, where the folder holds anything else.
+        """
+        path = self.root / MANIFEST
+        if path.exists():
+            old = self.manifest() | {"shown": manifest["shown"]}
+            differences = list(_differences("", old, manifest))
+            if differences:
+                raise ForeignFolderError(
+                    f"{self.root} holds results of another sweep: {'; '.join(differences[:5])}"
+                )
+        elif self.root.exists() and any(not p.name.endswith(".tmp") for p in self.root.iterdir()):
+            raise ForeignFolderError(f"{self.root} is not empty and holds no {MANIFEST}")
+        else:
+            write_whole(path, _to_json(manifest))
+        for row in self.rows():
+            if row["status"] == "failed":
+                self._row_path(row["config_hash"]).unlink()
+
+    def manifest(self) -> dict[str, Any]:
+        """What `claim` wrote. Raises InputError where this is no results folder."""
+        try:
+            return json.loads((self.root / MANIFEST).read_bytes())
+        except FileNotFoundError:
+            raise InputError(f"{self.root} holds no {MANIFEST}: not a results folder") from None
+
+    def rows(self) -> list[Row]:
+        """All rows, sorted by their swept values: numbers by size, before text."""
+        rows = [json.loads(path.read_bytes()) for path in (self.root / "rows").glob("[!.]*.json")]
+        return sorted(rows, key=lambda row: [_sort_key(v) for v in row["swept"].values()])
+
+    def row(self, config_hash: str) -> Row | None:
+        path = self._row_path(config_hash)
+        return json.loads(path.read_bytes()) if path.exists() else None
+
+    def write_row(self, row: Row) -> None:
+        write_whole(self._row_path(row["config_hash"]), _to_json(row))
+
+    def _row_path(self, config_hash: str) -> Path:
+        return self.root / "rows" / f"{config_hash}.json"
+
+
+def run_point(
+    composed: DictConfig,
+    measure: Callable[[DictConfig], Measurement],
+    input_path: str | None = None,
+) -> None:
+    """Measure the point that this Hydra job is, and write its row; a finished one is left alone.
+
+    An error becomes a failed row, and is logged here and now; the sweep's end turns it into the
+    exit status. `input_path` names a file that the result depends on beside the configuration.
+    """
+    hydra = HydraConfig.get()
+    folder = ResultsFolder.of(hydra)
+    config = plain_config(composed)
+    row = {
+        "config_hash": config_hash(config),
+        "swept": {k: _swept_value(k, composed, hydra) for k in folder.manifest()["swept_keys"]},
+        "seed": config["seed"],
+        "input_sha256": _digest(input_path),
+        "provenance": provenance(),
+        "config": config,
+    }
+    known = folder.row(row["config_hash"])
+    if known and known["status"] == "ok" and known["input_sha256"] == row["input_sha256"]:
+        log.info("already finished: row %s is kept", row["config_hash"])
+        return
+    if composed.fail_fast and any(other["status"] == "failed" for other in folder.rows()):
+        log.warning("not run: an earlier point failed, and fail_fast=true")
+        return
+    start = time.perf_counter()
+    try:
+        measured = measure(composed)
+        row |= {"status": "ok", "message": ""}
+    except Exception as error:
+        measured = Measurement({})
+        row |= {"status": "failed", "message": f"{type(error).__name__}: {error}"}
+        # The message of a user's mistake says it all; anything else needs its traceback.
+        log.error(row["message"], exc_info=not isinstance(error, InputError | OSError))
+    row |= {
+        "wall_s": round(time.perf_counter() - start, 3),
+        "metrics": measured.metrics,
+        "occupancy": measured.occupancy,
+    }
+    folder.write_row(row)
+
+
+def _swept_value(key: str, composed: DictConfig, hydra: DictConfig) -> Any:
+    """The value of a swept key in this job: the chosen file of a config group, or the value."""
+    if key in hydra.runtime.choices:
+        return hydra.runtime.choices[key]
+    value = OmegaConf.select(composed, key)
+    return OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+
+
+def _digest(path: str | None) -> str | None:
+    """SHA-256 of a file, or None where there is none to read."""
+    if path is None or not Path(path).is_file():
+        return None
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _to_json(value: Any) -> bytes:
+    # Arrays and numpy scalars both have tolist.
+    return json.dumps(value, indent=1, default=lambda item: item.tolist()).encode()
+
+
+def _sort_key(value: Any) -> tuple[bool, Any]:
+    is_number = isinstance(value, int | float)
+    return (not is_number, value if is_number else str(value))
+
+
+def _differences(prefix: str, old: Any, new: Any) -> Iterator[str]:
+    """Each leaf in which two JSON values differ, as "key was OLD, now NEW"."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in old | new:
+            yield from _differences(f"{prefix}{key}.", old.get(key), new.get(key))
+    elif old != new:
+        yield f"{prefix.rstrip('.')} was {old}, now {new}"
