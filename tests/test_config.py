@@ -1,0 +1,157 @@
+"""Composition and validation of configurations: what is refused, and with which words."""
+
+import dataclasses
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.errors import ConfigCompositionException
+from omegaconf import OmegaConf
+
+from experiments import config as config_module
+from experiments.config import (
+    ChatConfig,
+    ConfigError,
+    IndependentConfig,
+    Preemption,
+    ServeConfig,
+    refuse_padded_numbers,
+    register,
+    to_serve_config,
+)
+
+ROOT = Path(__file__).resolve().parent.parent
+CONFIGS = ROOT / "configs"
+GROUPS = ("cache", "evictor", "workload", "model", "gpu", "scheduler", "experiment")
+OPTIONS = [
+    (path.parent.name, path.stem) for g in GROUPS for path in sorted((CONFIGS / g).iterdir())
+]
+
+
+@pytest.fixture(autouse=True)
+def hydra_configs() -> Iterator[None]:
+    register()
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        yield
+
+
+def composed(*overrides: str) -> ServeConfig:
+    refuse_padded_numbers(overrides)
+    return to_serve_config(compose("serve", overrides=list(overrides)))
+
+
+@pytest.mark.parametrize(("group", "option"), OPTIONS, ids=[f"{g}-{o}" for g, o in OPTIONS])
+def test_every_shipped_config_composes_and_is_valid(group: str, option: str) -> None:
+    """E06: every file of every group composes, without Hydra's own configuration being set."""
+    needs_path = option in ("mooncake", "azure")
+    config = composed(f"{group}={option}", *(["workload.path=trace"] if needs_path else []))
+    if hasattr(chosen := getattr(config, group, None), "name"):
+        assert chosen.name == option
+
+
+def test_shipped_configs_use_no_interpolation_that_needs_a_running_job() -> None:
+    """E06: `${hydra:...}` fails while a sweep is composed; `${hydra.x}` and `${now:}` don't."""
+    for path in CONFIGS.rglob("*.yaml"):
+        assert "${hydra:" not in path.read_text(), path
+
+
+def test_defaults_of_the_schema_and_of_the_files_agree() -> None:
+    """A ServeConfig made in code means the same as the default files."""
+    config = composed()
+    for name in ("cache", "evictor", "scheduler"):
+        assert getattr(config, name) == getattr(ServeConfig(), name)
+
+
+def test_types_after_composition() -> None:
+    config = composed("scheduler=swap", "cache.num_gpu_blocks=100", "workload=parallel_sampling")
+    assert config.scheduler.preemption is Preemption.swap
+    assert config.cache.num_gpu_blocks == 100
+    assert isinstance(config.workload, IndependentConfig)
+    assert config.workload.sample_counts == [4]
+    assert isinstance(composed().workload, ChatConfig)
+    assert composed("experiment=block_size_watermark").gpu.name == "rtx4090"
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "cache.block_size=abc",
+        "cache.block_size=16.0",
+        "cache.block_size=true",
+        "cache.block_size=null",
+        "cache.block_sise=16",
+        "cache.watermark=much",
+        "cache.num_gpu_blocks=1.5",
+        "scheduler.preemption=discard",
+        "cache.hash_algorithm=md5",
+        "workload.path=trace",
+        "seed=x",
+    ],
+)
+def test_a_typo_or_a_wrong_type_is_refused_while_composing(override: str) -> None:
+    """E07: the error names the key, and nothing has been run by then."""
+    with pytest.raises(ConfigCompositionException) as caught:
+        compose("serve", overrides=[override])
+    messages = f"{caught.value} {caught.value.__cause__}"
+    assert override.split("=")[0] in messages
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("cache.block_size=0", "cache.block_size=0: expected a number >= 1"),
+        ("cache.block_size=-1", "cache.block_size=-1: expected a number >= 1"),
+        ("cache.block_size=016", "cache.block_size=016: expected a number without leading zeros"),
+        ("cache.watermark=1.0", "cache.watermark=1.0: expected a number >= 0 and < 1"),
+        ("cache.watermark=1.5", "cache.watermark=1.5: expected a number >= 0 and < 1"),
+        ("cache.watermark=-0.1", "cache.watermark=-0.1: expected a number >= 0 and < 1"),
+        ("cache.watermark=nan", "cache.watermark=nan: expected a number >= 0 and < 1"),
+        ("cache.num_gpu_blocks=0", "cache.num_gpu_blocks=0: expected a number >= 1 or 'auto'"),
+        ("cache.num_gpu_blocks=all", "cache.num_gpu_blocks='all': expected a number >= 1 or"),
+        ("cache.num_cpu_blocks=-1", "cache.num_cpu_blocks=-1: expected a number >= 0 or 'auto'"),
+        ("cache.sliding_window=0", "cache.sliding_window=0: expected a number >= 1"),
+        ("cache.sliding_window=64", "expected cache.enable_caching=false"),
+        ("scheduler.max_num_seqs=0", "scheduler.max_num_seqs=0: expected a number >= 1"),
+        ("scheduler.max_num_batched_tokens=255", "expected at least scheduler.max_num_seqs=256"),
+        ("workload.num_requests=0", "workload.num_requests=0: expected a number >= 1"),
+        ("workload.request_rate_per_s=0", "workload.request_rate_per_s=0.0: expected a number > 0"),
+        ("workload.request_rate_per_s=inf", "workload.request_rate_per_s=inf: expected a number"),
+        ("model.num_kv_heads=5", "expected a multiple of model.num_kv_heads=5"),
+        ("gpu.memory_utilization=1.1", "expected a number > 0 and <= 1"),
+        ("seed=-1", "seed=-1: expected a number >= 0"),
+        ("workload=mooncake", "workload.path is not set: give it as workload.path=VALUE"),
+    ],
+)
+def test_a_value_out_of_range_is_refused(override: str, message: str) -> None:
+    """E07: the error names key, value and what was expected."""
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        composed(override)
+
+
+def test_rules_that_join_two_keys() -> None:
+    with pytest.raises(ConfigError, match=r"cache\.num_cpu_blocks=0: .* preemption by swap"):
+        composed("scheduler.preemption=swap", "cache.num_cpu_blocks=0")
+    with pytest.raises(ConfigError, match=r"workload\.sample_counts=0: "):
+        composed("workload=parallel_sampling", "workload.sample_counts=[2,0]")
+    with pytest.raises(ConfigError, match="at least one number"):
+        composed("workload=parallel_sampling", "workload.sample_counts=[]")
+    assert composed("cache.sliding_window=64", "cache.enable_caching=false")
+
+
+def test_every_dataclass_can_be_made_and_none_shares_a_default() -> None:
+    """E01: mutable defaults break dataclasses from Python 3.11 on; factories don't."""
+    for name, cls in vars(config_module).items():
+        if name.endswith("Config") and dataclasses.is_dataclass(cls):
+            assert OmegaConf.structured(cls) is not None
+    assert ServeConfig().cache is not ServeConfig().cache
+    counts = IndependentConfig().sample_counts
+    assert counts is not IndependentConfig().sample_counts
+
+
+def test_a_python_that_hydra_cannot_run_on_is_refused_at_installation() -> None:
+    """E01: every Hydra app crashes on Python 3.14, so pip must refuse that version."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert "<3.14" in project["requires-python"]
