@@ -51,6 +51,20 @@ TARGETS = {
     )
 }
 
+
+@dataclass(frozen=True)
+class AttentionTiles:
+    """A program's share: `tile_q` query tokens x `tile_h` heads in `tile_m` rows, `tile_n` keys."""
+
+    tile_m: int
+    tile_q: int
+    tile_h: int
+    tile_n: int
+    tile_d: int
+    num_warps: int
+    num_stages: int
+
+
 # The interpreter runs one program after the other, so it gains nothing from more of them.
 INTERPRETER = replace(TARGETS["sm_90"], name="interpreter", multiprocessors=1)
 
@@ -204,3 +218,32 @@ def check_supported(name: str, tensor: torch.Tensor) -> None:
     target = target_of(tensor.device)
     if not target.supports(tensor.dtype):
         raise ValueError(f"{name} is {tensor.dtype}, which {target.name} does not support")
+
+
+def attention_tiles(
+    target: Target, head_size: int, group: int, cache_bytes: int, query_bytes: int, *, decode: bool
+) -> AttentionTiles:
+    """The tiles of paged attention for `group` query heads a KV head."""
+    tile_d = max(16, next_power_of_2(head_size))
+    tile_h = min(group, 64)
+    tile_m = max(16, next_power_of_2(tile_h))
+    if not decode:
+        tile_m = max(tile_m, 64)
+    return AttentionTiles(
+        tile_m=tile_m,
+        tile_q=1 if decode else tile_m // tile_h,
+        tile_h=tile_h,
+        tile_n=64,
+        tile_d=tile_d,
+        num_warps=2 if decode else 4,
+        num_stages=3,
+    )
+
+
+def num_kv_splits(target: Target, programs: int, max_keys: int) -> int:
+    """Into how many parts to split up to `max_keys` keys, so that `programs` fill the device.
+
+    It depends on what the host knows without asking the device, so a captured graph stays valid.
+    """
+    wanted = cdiv(2 * target.multiprocessors, max(programs, 1))
+    return max(1, min(wanted, cdiv(max_keys, 256), 64))

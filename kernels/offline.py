@@ -32,7 +32,7 @@ from triton.runtime.jit import create_function_from_signature
 
 from .launch import TARGETS, Launch, Target, is_interpreted, record_launches
 
-KERNEL_MODULES = ("merge_states", "write_kv", "copy_blocks")
+KERNEL_MODULES = ("merge_states", "paged_attention", "write_kv", "copy_blocks", "gather_blocks")
 
 DTYPES = {
     "fp16": torch.float16,
