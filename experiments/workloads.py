@@ -251,8 +251,9 @@ def _azure_record(text: str) -> tuple[float, dict[str, Any]]:
         moment = datetime.fromisoformat(cells[0])
     except ValueError:
         raise InputError(f"TIMESTAMP is not a date and time: {cells[0]!r}") from None
-    # A difference of naive datetimes, unlike timestamp(), knows no daylight saving time.
-    seconds = (moment.replace(tzinfo=None) - datetime.min).total_seconds()
+    # Unlike timestamp(), a difference of naive datetimes knows no daylight saving time; a start
+    # nearby keeps microseconds exact in a float.
+    seconds = (moment.replace(tzinfo=None) - datetime(2020, 1, 1)).total_seconds()
     lengths = [int(cell) if cell.isdecimal() else cell for cell in cells[1:]]
     return seconds, {
         "num_prompt_tokens": _length("ContextTokens", lengths[0]),
