@@ -6,7 +6,7 @@ Hydra turns exceptions in callbacks into warnings, so what must stop the run lea
 import logging
 import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -28,21 +28,30 @@ class ConsoleHandler(logging.StreamHandler):
 
 
 class Sweep(NamedTuple):
-    """What a multirun's overrides ask for."""
+    """What is swept, and what the sweeper fixes beside the composed configuration."""
 
     swept_keys: list[str]
     fixed: dict[str, str]
-    """Overrides that every point has, as text."""
     num_points: int
 
 
-def parse_sweep(overrides: Iterable[str]) -> Sweep:
-    """Split overrides into swept keys and fixed ones; a later override of a key replaces it."""
-    parsed = OverridesParser.create().parse_overrides(list(overrides))
-    by_key = {override.get_key_element(): override for override in parsed}
-    swept = {key: o for key, o in by_key.items() if o.is_sweep_override()}
-    fixed = {key: o.get_value_element_as_str() for key, o in by_key.items() if key not in swept}
-    counts = [len(list(override.sweep_iterator())) for override in swept.values()]
+def parse_sweep(params: Mapping[str, object], overrides: Iterable[str]) -> Sweep:
+    """Read the sweeper's `params` and the command line's `overrides`, which replace them.
+
+    `fixed` holds params with one value: unlike overrides, they are not in the composed
+    configuration.
+    """
+    parser = OverridesParser.create()
+    by_key = {o.get_key_element(): o for o in parser.parse_overrides(list(overrides))}
+    from_params = parser.parse_overrides([f"{key}={value}" for key, value in params.items()])
+    replaced = {o.get_key_element(): o for o in from_params} | by_key
+    swept = {key: o for key, o in replaced.items() if o.is_sweep_override()}
+    fixed = {
+        key: o.get_value_element_as_str()
+        for key, o in replaced.items()
+        if key not in swept and key not in by_key
+    }
+    counts = [len(list(o.sweep_iterator())) for o in swept.values()]
     return Sweep(list(swept), fixed, math.prod(counts))
 
 
@@ -69,8 +78,7 @@ class Results(Callback):
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         params = config.hydra.sweeper.get("params") or {}
-        overrides = [f"{key}={value}" for key, value in params.items()]
-        sweep = parse_sweep([*overrides, *config.hydra.overrides.task])
+        sweep = parse_sweep(params, config.hydra.overrides.task)
         self._claim(config, sweep)
         self.bar = tqdm(total=sweep.num_points, desc="sweep", unit="point", disable=None)
 
