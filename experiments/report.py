@@ -74,17 +74,23 @@ def write_report(folder: ResultsFolder) -> str:
     page = _page(manifest, rows, table, best, constant, images)
     report = folder.root / "report.html"
     write_whole(report, page.encode())
+    if manifest["swept_keys"]:
+        lines = [f"best of {len(rows)} by {manifest['shown']['rank_by']}:", _text(best)]
+    else:
+        lines = [f"{name}: {_cell(value)}" for name, value in rows[0]["metrics"].items()]
     failed = [row for row in rows if row["status"] == "failed"]
-    lines = [f"best of {len(rows)} by {manifest['shown']['rank_by']}:", _text(best)]
     lines += [f"failed: {_swept_text(row)}: {row['message']}" for row in failed]
     return "\n".join([*lines, f"report: {report}"])
 
 
 def best_rows(table: pd.DataFrame, manifest: dict) -> pd.DataFrame:
-    """The rows with most of the ranking metric: their swept keys and the columns to be shown."""
+    """The rows with most of the ranking metric: swept keys and, of the columns to be shown, those
+    that differ between rows.
+    """
     shown = manifest["shown"]
-    columns = [*manifest["swept_keys"], *(c for c in shown["columns"] if c in table)]
     finished = table[table["status"] == "ok"]
+    differ = [c for c in shown["columns"] if c in table and finished[c].nunique(dropna=False) > 1]
+    columns = [*manifest["swept_keys"], *differ]
     if shown["rank_by"] in finished:
         # A stable sort keeps equal rows in the order of their swept keys.
         finished = finished.sort_values(shown["rank_by"], ascending=False, kind="stable")
@@ -123,19 +129,17 @@ def _page(
     constant: dict[str, float],
     images: dict[str, bytes],
 ) -> str:
-    swept, app = manifest["swept_keys"], _escape(manifest["app"])
-    values = {key: dict.fromkeys(str(row["swept"][key]) for row in rows) for key in swept}
-    names = rows[0]["config"]
+    swept, app, names = manifest["swept_keys"], _escape(manifest["app"]), rows[0]["config"]
     parts = [
         f"<h1>{app}: {' &times; '.join(map(_escape, swept)) or 'one run'}</h1>",
-        f"<p>{len(rows)} points: {_escape(names['model']['name'])} on "
-        f"{_escape(names['gpu']['name'])}, workload {_escape(names['workload']['name'])}, "
-        f"seed {rows[0]['seed']}.</p>",
-        "<ul>"
-        + "".join(f"<li>{_escape(k)}: {_escape(', '.join(v))}</li>" for k, v in values.items()),
-        f"</ul><h2>Most {_escape(manifest['shown']['rank_by'])}</h2>",
-        _html_table(best),
+        f"<p>{_escape(names['model']['name'])} on {_escape(names['gpu']['name'])}, workload "
+        f"{_escape(names['workload']['name'])}, seed {rows[0]['seed']}; rows: {len(rows)}.</p>",
     ]
+    if swept:
+        levels = {key: dict.fromkeys(str(row["swept"][key]) for row in rows) for key in swept}
+        items = (f"<li>{_escape(key)}: {_escape(', '.join(v))}</li>" for key, v in levels.items())
+        parts.append(f"<ul>{''.join(items)}</ul>")
+        parts.append(f"<h2>Most {_escape(manifest['shown']['rank_by'])}</h2>{_html_table(best)}")
     failed = [row for row in rows if row["status"] == "failed"]
     if failed:
         items = (f"<li>{_escape(_swept_text(r))}: {_escape(r['message'])}</li>" for r in failed)
@@ -151,8 +155,13 @@ def _page(
         heading = "Metrics that are the same at every point" if swept else "Metrics"
         listed = pd.DataFrame({"metric": constant.keys(), "value": constant.values()})
         parts.append(f"<h2>{heading}</h2>{_html_table(listed)}")
-    parts.append(f"<h2>All rows</h2><div class=wide>{_html_table(table)}</div>")
-    details = _escape(_indented({"configuration": manifest["config"], **manifest["provenance"]}))
+    shown = table.drop(columns=[*rows[0]["provenance"], "config_hash"])
+    parts.append(f"<h2>All rows</h2><div class=wide>{_html_table(shown)}</div>")
+    made_by = {
+        key: ", ".join(dict.fromkeys(row["provenance"][key] for row in rows))
+        for key in rows[0]["provenance"]
+    }
+    details = _escape(_indented({"configuration": manifest["config"], "made by": made_by}))
     parts.append(f"<h2>Base configuration and versions</h2><pre>{details}</pre>")
     return (
         f"<!doctype html><html lang=en><meta charset=utf-8><title>{app}</title>"

@@ -5,7 +5,8 @@
     python -m experiments.serve experiment=block_size_watermark
 
 Each run simulates continuous batching over the real block manager (see `simulator`), and leaves
-results.csv, plots and report.html in its output folder, or at the root of a sweep.
+results.csv, plots and report.html in its output folder, or at the root of a sweep. The same command
+with hydra.sweep.dir=FOLDER goes on with the sweep in FOLDER: finished points are kept.
 """
 
 from pathlib import Path
