@@ -40,7 +40,7 @@ def results_table(rows: list[Row]) -> pd.DataFrame:
     "wall" in their name hold real time and differ from run to run.
     """
     metrics = list(dict.fromkeys(name for row in rows for name in row["metrics"]))
-    return pd.DataFrame(
+    lines = [
         {
             **row["swept"],
             "status": row["status"],
@@ -53,7 +53,9 @@ def results_table(rows: list[Row]) -> pd.DataFrame:
             "config_hash": row["config_hash"],
         }
         for row in rows
-    )
+    ]
+    # A column with a gap would otherwise turn its whole numbers into floats.
+    return pd.DataFrame(lines, dtype=object)
 
 
 def write_report(folder: ResultsFolder) -> str:

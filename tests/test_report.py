@@ -81,6 +81,8 @@ def test_columns_stand_in_a_stable_order() -> None:
         *("seed", "commit", "code_hash", "config_hash"),
     ]
     assert table["z_s"].isna().tolist() == [True, False]
+    assert "1,failed,ValueError: no,,,1.5," in table.to_csv(index=False)
+    assert "2,ok,,1.0,2,1.5," in table.to_csv(index=False)
     assert table["gpu"].tolist() == ["a_gpu", "a_gpu"]
 
 
