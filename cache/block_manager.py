@@ -126,7 +126,7 @@ class BlockSpaceManager:
         for seq in seqs:
             if seq.seq_id in self._row_of:
                 raise ValueError(f"sequence {seq.seq_id!r} has blocks already")
-            if not np.array_equal(seq.token_ids, seqs[0].token_ids):
+            if seq is not seqs[0] and not np.array_equal(seq.token_ids, seqs[0].token_ids):
                 raise ValueError(f"waiting sequences of request {group.request_id!r} differ")
         num_lookahead_slots = as_count("num_lookahead_slots", num_lookahead_slots, 0)
         root, hashes = self._hashes_of(seqs[0])
@@ -224,11 +224,12 @@ class BlockSpaceManager:
         if len(tokens) != len(rows):
             raise ValueError(f"{len(tokens)} tokens for {len(rows)} rows; expected one each")
         self._require_on(rows, Device.GPU, "append to")
-        if len(rows) > 1 and len(np.unique(rows)) != len(rows):
+        ordered = np.sort(rows)
+        if np.count_nonzero(ordered[1:] == ordered[:-1]):
             raise ValueError("a row appears twice in one batch")
-        computed = self.tables.seq_lens[rows]
         self.tables.append(rows, tokens, None, num_lookahead_slots)
         if self._max_window_blocks is not None:
+            computed = self.tables.seq_lens[rows] - 1
             self.tables.drop_before_window(rows, computed, self._max_window_blocks)
         return self._gpu.clear_copy_on_writes()
 
@@ -441,7 +442,7 @@ class BlockSpaceManager:
 
     def _require_on(self, rows: np.ndarray, device: Device, verb: str) -> None:
         wrong = self.tables.devices[rows] != device
-        if wrong.any():
+        if np.count_nonzero(wrong):
             raise ValueError(
                 f"cannot {verb} row {int(rows[wrong.argmax()])}: it is not on {device.name}"
             )

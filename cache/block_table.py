@@ -34,14 +34,17 @@ class BlockTables:
 
     Attributes:
         block_tables: int32 [num_rows, width]; the first num_blocks entries of a row are meaningful,
-            the others are -1. `torch.from_numpy` shares it until a row or a column more is needed;
-            then it moves to a larger array.
+            the others, at least one, are -1. `torch.from_numpy` shares it until a row or a column
+            more is needed; then it moves to a larger array.
         seq_lens: int32 [num_rows], tokens in the table.
         num_blocks: int32 [num_rows].
         num_null: int32 [num_rows], leading entries that were replaced by the null block.
         num_cached_tokens: int32 [num_rows], tokens found computed on allocation.
         num_marked: int32 [num_rows], leading blocks that `mark_computed` has marked for the row.
         devices: int8 [num_rows], a `Device` or FREE_ROW.
+        room: int32 [num_rows], tokens that can be written behind the last one with nothing to ask:
+            the last block has that many empty slots and is private. 0 also where that is not known.
+        next_slots: int64 [num_rows], where `room` is not 0 the slot of the next token.
         roots: int64 [num_rows], the hash before the first block.
     """
 
@@ -55,6 +58,8 @@ class BlockTables:
         self.num_cached_tokens = np.zeros(num_rows, dtype=np.int32)
         self.num_marked = np.zeros(num_rows, dtype=np.int32)
         self.devices = np.full(num_rows, FREE_ROW, dtype=np.int8)
+        self.room = np.zeros(num_rows, dtype=np.int32)
+        self.next_slots = np.zeros(num_rows, dtype=np.int64)
         self.roots = np.zeros(num_rows, dtype=np.int64)
         self._free_rows = list(range(num_rows - 1, -1, -1))
 
@@ -117,6 +122,7 @@ class BlockTables:
         """Return `count` new rows, int64, that share every block of this one."""
         self.allocators[self.devices[row]].add_references(self.owned_block_ids(row), count)
         length = self.num_blocks[row]
+        self.room[row] = 0
         rows = np.array([self._take_row(length) for _ in range(count)], dtype=np.int64)
         self.block_tables[rows, :length] = self.block_tables[row, :length]
         for name in _COLUMNS:
@@ -181,28 +187,60 @@ class BlockTables:
         Raises:
             NoFreeBlocksError: with nothing changed.
         """
-        plan = self._plan_append(rows, 1 if counts is None else counts, num_lookahead_slots)
+        if counts is None and not num_lookahead_slots:
+            self._append_one_each(rows, token_ids)
+            return
+        if counts is None:
+            counts = np.ones(len(rows), dtype=np.int64)
+        plan = self._plan_append(rows, counts, num_lookahead_slots)
         if plan.num_taken:
             self._take_blocks(plan)
-        if counts is None:
-            of_row, starts = rows, self.seq_lens[rows]
-            positions = starts
-            self.seq_lens[rows] = starts + 1
-        else:
-            of_row = np.repeat(rows, counts)
-            positions = np.repeat(self.seq_lens[rows] - np.cumsum(counts) + counts, counts)
-            positions += np.arange(len(token_ids))
-            self.seq_lens[rows] += counts.astype(np.int32)
+        of_row = np.repeat(rows, counts)
+        positions = np.repeat(self.seq_lens[rows] - np.cumsum(counts) + counts, counts)
+        positions += np.arange(len(token_ids))
+        self.seq_lens[rows] += counts.astype(np.int32)
+        self.room[rows] = 0
         indices = positions // self.block_size
         offsets = positions - indices * self.block_size
-        block_ids = self.block_tables[of_row, indices]
+        block_ids = self.block_tables[of_row, indices].astype(np.int64)
         pool = self.allocators[Device.GPU].pool
-        pool.flat_token_ids[block_ids.astype(np.int64) * self.block_size + offsets] = token_ids
+        pool.flat_token_ids[block_ids * self.block_size + offsets] = token_ids
         # Of the tokens in one block the last is the one that counts, and the last to be assigned.
         pool.num_tokens[block_ids] = offsets + 1
         full = np.flatnonzero(offsets == self.block_size - 1)
         if len(full):
             self._fill(of_row[full], indices[full])
+
+    def _append_one_each(self, rows: np.ndarray, token_ids: np.ndarray) -> None:
+        """`append` for the common case. Where there is room, nothing is asked: only written."""
+        room = self.room[rows]
+        if np.count_nonzero(room) < len(room):
+            self._make_room(rows[room == 0])
+            room = self.room[rows]
+        slots = self.next_slots[rows]
+        pool = self.allocators[Device.GPU].pool
+        pool.flat_token_ids[slots] = token_ids
+        block_ids = slots // self.block_size
+        pool.num_tokens[block_ids] += 1
+        self.next_slots[rows] = slots + 1
+        self.room[rows] = room - 1
+        self.seq_lens[rows] += 1
+        is_full = room == 1
+        if np.count_nonzero(is_full):
+            rows = rows[is_full]
+            self._fill(rows, (self.seq_lens[rows] - 1) // self.block_size)
+
+    def _make_room(self, rows: np.ndarray) -> None:
+        """Take what the next token of each row needs, and find its slot."""
+        plan = self._plan_append(rows, 1, 0)
+        if plan.num_taken:
+            self._take_blocks(plan)
+        starts = self.seq_lens[rows]
+        indices = starts // self.block_size
+        offsets = starts - indices * self.block_size
+        block_ids = self.block_tables[rows, indices].astype(np.int64)
+        self.next_slots[rows] = block_ids * self.block_size + offsets
+        self.room[rows] = self.block_size - offsets
 
     def _plan_append(
         self,
@@ -212,27 +250,26 @@ class BlockTables:
         device: Device = Device.GPU,
     ) -> _AppendPlan:
         starts = self.seq_lens[rows]
-        first = starts // self.block_size
+        indices = starts // self.block_size
         ends = -(-(starts + (counts + num_lookahead_slots)) // self.block_size)
         self._ensure_width(int(ends.max(initial=0)))
-        num_entries = np.maximum(ends - first, 0)
-        indices = first
-        if len(rows) and (num_entries.min() < 1 or num_entries.max() > 1):
-            first_entry = np.cumsum(num_entries) - num_entries
-            indices = np.repeat(first - first_entry, num_entries) + np.arange(num_entries.sum())
-            last_written = np.repeat((starts + counts - 1) // self.block_size, num_entries)
-            if np.ndim(counts):
-                last_written[np.repeat(counts == 0, num_entries)] = -1
-            rows = np.repeat(rows, num_entries)
-            written = indices <= last_written if np.any(counts) else np.zeros(len(rows), bool)
+        if np.count_nonzero(ends - indices == 1) == len(rows) and np.ndim(counts) == 0 and counts:
+            written = None
         else:
-            written = None if np.all(counts) else np.broadcast_to(counts != 0, len(rows))
+            num_entries = np.maximum(ends - indices, 0)
+            first_entry = np.cumsum(num_entries) - num_entries
+            last_written = (starts + counts - 1) // self.block_size
+            last_written[np.broadcast_to(np.equal(counts, 0), len(rows))] = -1
+            indices = np.repeat(indices - first_entry, num_entries) + np.arange(num_entries.sum())
+            written = indices <= np.repeat(last_written, num_entries)
+            rows = np.repeat(rows, num_entries)
         block_ids = self.block_tables[rows, indices]
         missing = block_ids < 0
         num_missing = int(np.count_nonzero(missing))
-        writes = ~missing if written is None else written & ~missing
         copied = np.zeros(len(rows), dtype=bool)
-        copied[writes] = self.allocators[device].copies_needed(block_ids[writes])
+        if num_missing < len(rows):
+            writes = ~missing if written is None else written & ~missing
+            copied[writes] = self.allocators[device].copies_needed(block_ids[writes])
         num_taken = num_missing + int(np.count_nonzero(copied))
         return _AppendPlan(rows, indices, block_ids, copied, num_taken)
 
@@ -246,14 +283,13 @@ class BlockTables:
         self.block_tables[rows, indices] = new_ids
         if plan.num_taken > np.count_nonzero(missing):
             allocator.copy_on_write(plan.block_ids[plan.copied], new_ids[plan.copied[wanted]])
-        created = missing[wanted]
-        rows, indices, new_ids = rows[created], indices[created], new_ids[created]
+            created = missing[wanted]
+            rows, indices, new_ids = rows[created], indices[created], new_ids[created]
         self.num_blocks[rows] = indices + 1
         pool = allocator.pool
         pool.depth[new_ids] = indices
-        pool.prev_block[new_ids] = np.where(
-            indices > 0, self.block_tables[rows, indices - 1], NO_BLOCK
-        )
+        # The index before the first is the last column, which a full row does not reach.
+        pool.prev_block[new_ids] = self.block_tables[rows, indices - 1]
 
     def _fill(self, rows: np.ndarray, indices: np.ndarray) -> None:
         """Tell the allocator of full blocks, those of a row in order, and enter what it answers."""
@@ -336,6 +372,7 @@ class BlockTables:
             taker.pool.prev_block[moved[:1]] = null_id if start else NO_BLOCK
             taker.pool.prev_block[moved[1:]] = moved[:-1]
             self.devices[row] = target
+            self.room[row] = 0
         return np.stack([unique[needs_copy], new_ids[needs_copy]], axis=1).astype(np.int64)
 
     # -- marks, integrity, rows
@@ -389,6 +426,12 @@ class BlockTables:
             self.block_size,
         )
         assert np.array_equal(pool.num_tokens[block_ids], held), "a table has lost tokens"
+        if self.room[row]:
+            last = self.block_tables[row, self.seq_lens[row] // self.block_size]
+            offset = self.seq_lens[row] % self.block_size
+            assert pool.ref_count[last] == 1, "a row would write a shared block"
+            assert self.room[row] == self.block_size - offset
+            assert self.next_slots[row] == last * self.block_size + offset
         assert (pool.depth[block_ids] == np.arange(start, self.num_blocks[row])).all()
 
     def _owned(self, rows: ListOf[int] | np.ndarray) -> np.ndarray:
@@ -412,8 +455,8 @@ class BlockTables:
 
     def _ensure_width(self, width: int) -> None:
         rows, have = self.block_tables.shape
-        if width > have:
-            wider = np.full((rows, max(width, 2 * have)), NO_BLOCK, dtype=np.int32)
+        if width >= have:
+            wider = np.full((rows, max(width + 1, 2 * have)), NO_BLOCK, dtype=np.int32)
             wider[:, :have] = self.block_tables
             self.block_tables = wider
 
@@ -425,6 +468,8 @@ _COLUMNS = (
     "num_cached_tokens",
     "num_marked",
     "devices",
+    "room",
+    "next_slots",
     "roots",
 )
 

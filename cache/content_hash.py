@@ -35,7 +35,7 @@ MIX_1 = 0xBF58476D1CE4E5B9
 MIX_2 = 0x94D049BB133111EB
 
 _U64 = np.uint64
-_SHIFT_32, _SHIFT_29 = _U64(32), _U64(29)
+_ONE, _SHIFT_32, _SHIFT_29 = _U64(1), _U64(32), _U64(29)
 _FOLD, _MIX_1, _MIX_2 = _U64(FOLD), _U64(MIX_1), _U64(MIX_2)
 
 
@@ -110,6 +110,7 @@ class ContentHasher:
         self.word_multipliers = keys[self.num_words : -1] | _U64(1)
         self.position_multiplier = keys[-1] | _U64(1)
         self._tiled_keys = np.tile(self.word_keys, 64).reshape(64, self.num_words)
+        self._tiled_terms = self._terms(np.arange(64))
         self._roots: dict[bytes, np.int64] = {}
 
     def root(self, extra_key: object = None) -> np.int64:
@@ -139,11 +140,12 @@ class ContentHasher:
         """
         if self.algorithm == "sha256":
             return self._sha256_chain(token_blocks, root)
-        num_blocks = len(token_blocks)
-        positions = np.arange(1, num_blocks + 1, dtype=_U64)
-        hashes = self._digest(token_blocks, positions)
+        count = len(token_blocks)
+        if count > len(self._tiled_terms):
+            self._tiled_terms = self._terms(np.arange(2 * count))
+        hashes = self._digest(token_blocks, self._tiled_terms[:count])
         hashes[:1] += root.view(_U64)
-        return np.cumsum(hashes, out=hashes).view(np.int64)
+        return np.add.accumulate(hashes, out=hashes).view(np.int64)
 
     def hash_next(
         self, parents: np.ndarray, positions: np.ndarray, token_blocks: np.ndarray
@@ -166,19 +168,23 @@ class ContentHasher:
                 ],
                 dtype=np.int64,
             )
-        digests = self._digest(token_blocks, (positions + 1).astype(_U64))
+        digests = self._digest(token_blocks, self._terms(positions))
         digests += parents.view(_U64)
         return digests.view(np.int64)
 
-    def _digest(self, token_blocks: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """Return mix(positions * p + ...), uint64 [n], for positions counted from 1."""
+    def _terms(self, positions: np.ndarray) -> np.ndarray:
+        """Return (i + 1) * p for positions i, uint64 [n]."""
+        return (positions.astype(_U64) + _ONE) * self.position_multiplier
+
+    def _digest(self, token_blocks: np.ndarray, terms: np.ndarray) -> np.ndarray:
+        """Return mix(terms + ...), uint64 [n]."""
         n = len(token_blocks)
         x = np.bitwise_xor(self._words(token_blocks), self._tiled(n))
         x ^= x >> _SHIFT_32
         x *= _FOLD
         x ^= x >> _SHIFT_32
         y = x @ self.word_multipliers
-        y += positions * self.position_multiplier
+        y += terms
         y ^= y >> _SHIFT_32
         y *= _MIX_1
         y ^= y >> _SHIFT_29

@@ -126,14 +126,13 @@ class PrefixCachingBlockAllocator(NaiveBlockAllocator):
         if hashes is None:
             hashes = self.hasher.hash_chain(blocks, root)
         found = self._lookup(hashes, blocks)
-        hits = found if found.min(initial=0) >= 0 else found[found >= 0]
+        hits = found[found >= 0]
         num_hits = len(hits)
         num_revived = num_computed = 0
         if num_hits:
             num_revived = num_hits - int(np.count_nonzero(self.pool.ref_count[hits]))
-            skippable = min(self._first_miss(found), (len(tokens) - 1) // self.block_size)
-            computed = self.pool.computed[found[:skippable]]
-            num_computed = skippable if computed.all() else int(computed.argmin())
+            skippable = min(_run_length(found >= 0), (len(tokens) - 1) // self.block_size)
+            num_computed = _run_length(self.pool.computed[found[:skippable]])
         num_new = self.num_blocks_for(num_slots) - num_hits
         return SequencePlan(root, hashes, found, num_new, num_revived, num_computed)
 
@@ -141,10 +140,11 @@ class PrefixCachingBlockAllocator(NaiveBlockAllocator):
         self._require(plan.num_taken)
         num_full = len(plan.found)
         self.stats.lookups += num_full
-        run = self._first_miss(plan.found)
+        is_hit = plan.found >= 0
+        run = _run_length(is_hit)
         prefix = plan.found[:run]
         rest = plan.found[run:]
-        late_hits = rest[rest >= 0] if len(rest) and rest.max() >= 0 else rest[:0]
+        late_hits = rest[is_hit[run:]]
         # Hits are referenced before anything is evicted, so that no request evicts its own prefix.
         hits = np.concatenate([prefix, late_hits]) if len(late_hits) else prefix
         self._reference_cached(hits)
@@ -187,12 +187,6 @@ class PrefixCachingBlockAllocator(NaiveBlockAllocator):
         self._register(block_ids[missing], plan.hashes[missing], parents, plan.found[missing])
         return block_ids
 
-    def _first_miss(self, found: np.ndarray) -> int:
-        """The length of the run of hits from the start."""
-        if not len(found) or found.min() >= 0:
-            return len(found)
-        return int((found < 0).argmax())
-
     # -- arrays of blocks
 
     @property
@@ -212,13 +206,15 @@ class PrefixCachingBlockAllocator(NaiveBlockAllocator):
     def _lookup(self, hashes: np.ndarray, token_blocks: np.ndarray) -> np.ndarray:
         """Return the block cached with each hash and tokens, int32 [n], or ABSENT or UNUSABLE."""
         found = self.index.lookup(hashes)
-        hits = np.flatnonzero(found >= 0)
-        if not len(hits):
+        is_hit = found >= 0
+        num_hits = np.count_nonzero(is_hit)
+        if not num_hits:
             return found
-        if len(hits) < len(found):
-            token_blocks = token_blocks.take(hits, axis=0)
-        stored = self.pool.token_ids.take(found.take(hits), axis=0)
+        if num_hits < len(found):
+            token_blocks = token_blocks[is_hit]
+        stored = self.pool.token_ids.take(found[is_hit], axis=0)
         if stored.tobytes() != token_blocks.tobytes():
+            hits = np.flatnonzero(is_hit)
             found[hits[(stored != token_blocks).any(axis=1)]] = UNUSABLE
         return found
 
@@ -227,7 +223,7 @@ class PrefixCachingBlockAllocator(NaiveBlockAllocator):
         if not len(block_ids):
             return
         references = self.pool.ref_count[block_ids]
-        if not references.all():
+        if np.count_nonzero(references) < len(references):
             self.evictor.remove(block_ids[references == 0])
         self.pool.ref_count[block_ids] = references + 1
 
@@ -242,8 +238,8 @@ class PrefixCachingBlockAllocator(NaiveBlockAllocator):
             return
         self.pool.content_hash[block_ids] = hashes
         self.pool.parent_hash[block_ids] = parents
-        if found.min() < ABSENT:
-            absent = found == ABSENT
+        absent = found == ABSENT
+        if np.count_nonzero(absent) < len(absent):
             block_ids, hashes = block_ids[absent], hashes[absent]
         self.index.insert(hashes, block_ids)
         self.pool.cached[block_ids] = True
@@ -261,9 +257,9 @@ class PrefixCachingBlockAllocator(NaiveBlockAllocator):
         misses = np.flatnonzero(found < 0)
         if len(misses):
             # Of blocks that fill with one content together, the first is registered.
-            _, first = np.unique(hashes[misses], return_index=True)
-            later = np.delete(misses, first)
-            misses = misses[np.sort(first)] if len(later) else misses
+            first = _first_occurrences(hashes[misses])
+            later = np.delete(misses, first) if len(first) < len(misses) else misses[:0]
+            misses = misses[first]
             self._register(block_ids[misses], hashes[misses], parents[misses], found[misses])
             if len(later):
                 found[later] = self._lookup(hashes[later], tokens[later])
@@ -295,12 +291,12 @@ class PrefixCachingBlockAllocator(NaiveBlockAllocator):
 
     def _on_unreferenced(self, block_ids: np.ndarray) -> None:
         cached = self.pool.cached[block_ids]
-        if not cached.any():
+        if not np.count_nonzero(cached):
             self.pool.give_back(block_ids)
             return
         # Cached but never computed: the KV was not written, so there is nothing to keep.
         kept = cached & self.pool.computed[block_ids]
-        if kept.all():
+        if np.count_nonzero(kept) == len(kept):
             self.evictor.add(block_ids)
             return
         self._unregister(block_ids[cached & ~kept])
@@ -377,9 +373,8 @@ class PrefixCachingBlockAllocator(NaiveBlockAllocator):
         blocks = tokens[: num_full * self.block_size].reshape(num_full, self.block_size)
         hashes = self.hasher.hash_chain(blocks, self.hasher.root(extra_key))
         found = self._lookup(hashes, blocks)
-        run = found[: self._first_miss(found)]
-        computed = self.pool.computed[run]
-        return run if computed.all() else run[: int(computed.argmin())]
+        run = found[: _run_length(found >= 0)]
+        return run[: _run_length(self.pool.computed[run])]
 
     def reset_prefix_cache(self, device: Device | None = None) -> bool:
         if not super().reset_prefix_cache(device):
@@ -413,6 +408,19 @@ class PrefixCachingBlockAllocator(NaiveBlockAllocator):
 
     def _evictable_ids(self) -> np.ndarray:
         return self.evictor.block_ids()
+
+
+def _run_length(flags: np.ndarray) -> int:
+    """Return how many leading flags are set."""
+    return len(flags) if np.count_nonzero(flags) == len(flags) else int(flags.argmin())
+
+
+def _first_occurrences(values: np.ndarray) -> np.ndarray:
+    """Return the index of the first occurrence of each value, ascending."""
+    ordered = np.sort(values)
+    if not np.count_nonzero(ordered[1:] == ordered[:-1]):
+        return np.arange(len(values))
+    return np.sort(np.unique(values, return_index=True)[1])
 
 
 def _parents(root: np.int64, hashes: np.ndarray, start: int) -> np.ndarray:

@@ -52,13 +52,15 @@ class PrefixIndex:
     def lookup(self, hashes: np.ndarray) -> np.ndarray:
         """Return the block id of each hash, int32 [n], or -1. `hashes` is int64 [n]."""
         slots = self._find(hashes)
-        if len(slots) and slots.min() >= 0:
-            return self._flat_ids.take(slots)
-        return np.where(slots >= 0, self._flat_ids.take(slots), np.int32(-1))
+        block_ids = self._flat_ids.take(slots)
+        missing = slots < 0
+        if np.count_nonzero(missing):
+            block_ids[missing] = -1
+        return block_ids
 
     def insert(self, hashes: np.ndarray, block_ids: np.ndarray) -> None:
         """Add entries. The hashes are distinct and not in the table; EMPTY is skipped."""
-        if not hashes.all():
+        if np.count_nonzero(hashes) < len(hashes):
             kept = hashes != EMPTY
             hashes, block_ids = hashes[kept], block_ids[kept]
         self._size += len(hashes)
@@ -67,13 +69,13 @@ class PrefixIndex:
             entries = (self.keys.take(buckets, axis=0) == EMPTY).argmax(axis=1)
             slots = buckets * BUCKET_SIZE + entries
             free = self._flat_keys.take(slots) == EMPTY
-            if not free.all():
+            if np.count_nonzero(free) < len(free):
                 self._flat_keys[slots[free]] = hashes[free]
             else:
                 self._flat_keys[slots] = hashes
             # Two hashes may have chosen one entry: the last one written has it, the others go on.
             placed = self._flat_keys.take(slots) == hashes
-            if placed.all():
+            if np.count_nonzero(placed) == len(placed):
                 self._flat_ids[slots] = block_ids
                 self._note(slots)
                 return
@@ -85,7 +87,7 @@ class PrefixIndex:
     def remove(self, hashes: np.ndarray) -> None:
         """Remove entries. The hashes are distinct; those not in the table are passed over."""
         slots = self._find(hashes)
-        if len(slots) and slots.min() < 0:
+        if np.count_nonzero(slots < 0):
             slots = slots[slots >= 0]
         self._size -= len(slots)
         in_full = _full(self.keys.take(slots // BUCKET_SIZE, axis=0))
@@ -133,11 +135,13 @@ class PrefixIndex:
         rows = self.keys.take(buckets, axis=0)
         slots = buckets * BUCKET_SIZE + (rows == hashes[:, None]).argmax(axis=1)
         found = self._flat_keys.take(slots) == hashes
-        if found.all() and hashes.all():
+        found &= hashes != EMPTY
+        if np.count_nonzero(found) == len(found):
             return slots
-        slots[~found | (hashes == EMPTY)] = -1
+        np.logical_not(found, out=found)
+        slots[found] = -1
         # A miss is final where its bucket has a free entry; elsewhere the next bucket may hold it.
-        open_ = np.flatnonzero(~found)
+        open_ = np.flatnonzero(found)
         open_ = open_[_full(rows.take(open_, axis=0))]
         while len(open_):
             buckets[open_] = (buckets[open_] + 1) & (self.num_buckets - 1)
@@ -179,7 +183,7 @@ class PrefixIndex:
 
 def _full(rows: np.ndarray) -> np.ndarray:
     """Return the indices of the buckets without a free entry, given keys int64 [n, 8]."""
+    if not np.count_nonzero(rows[:, -1]):
+        return np.zeros(0, dtype=np.int64)
     candidates = np.flatnonzero(rows[:, -1])
-    if not len(candidates):
-        return candidates
     return candidates[rows[candidates].all(axis=1)]
