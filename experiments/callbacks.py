@@ -104,7 +104,7 @@ class Results(Callback):
         }
         try:
             folder.claim(manifest)
-        except InputError as error:
+        except (InputError, OSError) as error:
             sys.exit(f"error: {error}; choose another hydra.run.dir or hydra.sweep.dir")
 
     def _finish(self, config: DictConfig) -> None:

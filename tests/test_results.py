@@ -117,6 +117,12 @@ def test_a_hash_names_what_is_measured_and_not_how_the_sweep_runs() -> None:
     assert plain_config(config)["scheduler"]["preemption"] == "recompute"
 
 
+def test_provenance_is_complete() -> None:
+    made_by = results.provenance()
+    assert {"commit", "code_hash", "python", "numpy", "hydra-core", "omegaconf"} == set(made_by)
+    assert all(made_by.values())
+
+
 def test_provenance_outside_a_checkout_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
