@@ -93,8 +93,7 @@ def make_workload(config: WorkloadConfig, seed: int = 0) -> Workload:
     """The workload that `config` describes; equal seeds give equal requests.
 
     A trace is read through once, so that a malformed line ends the run before it starts.
-    Raises InputError, a ValueError, naming file and line for such a line; OSError for a file that
-    isn't there.
+    Raises InputError, a ValueError, naming file and line for such a line, or the missing file.
     """
     match config:
         case MooncakeConfig():
@@ -158,6 +157,8 @@ class _Trace(Workload):
         self.config = config
         self.seed = seed
         self.path = Path(config.path).expanduser()
+        if not self.path.is_file():
+            raise InputError(f"workload.path={config.path}: no such file, seen from {Path.cwd()}")
         super().__init__(config.name, sum(1 for _ in self))
         if not self.num_requests:
             raise InputError(f"{self.path}: no request in this trace")

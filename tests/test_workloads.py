@@ -151,6 +151,12 @@ def test_what_is_no_trace_is_an_error_that_names_it(tmp_path: Path, content: byt
             make_workload(MooncakeConfig("mooncake", str(path)))
 
 
+def test_a_missing_trace_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=rf"workload\.path=a\.csv: no such file.*{tmp_path.name}"):
+        make_workload(AzureConfig("azure", "a.csv"))
+
+
 def test_an_empty_trace_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no request in this trace"):
         mooncake(tmp_path / "trace.jsonl", "\n")
