@@ -16,7 +16,8 @@ from experiments.config import (
     MooncakeConfig,
     WorkloadConfig,
 )
-from experiments.workloads import Request, Segment, make_workload, segment_token_ids
+from experiments.requests import Request, Segment, segment_token_ids
+from experiments.workloads import make_workload
 
 TRACES = Path(__file__).resolve().parent.parent.parent / "shared" / "traces"
 CHAT = ChatConfig("chat", 200, 8.0, 3, 100, 3, 20, 30, 5.0)
