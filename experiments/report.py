@@ -100,10 +100,14 @@ def best_rows(table: pd.DataFrame, manifest: dict) -> pd.DataFrame:
 
 
 def _figures(rows: list[Row], swept: list[str]) -> tuple[dict[str, Figure], dict[str, float]]:
-    """Figures by file name, and the metrics that are the same in all rows and need none."""
+    """Figures by file name, and the metrics that are the same in all rows and need none.
+
+    Wall times get none either: they say how busy this machine was.
+    """
     finished = [row for row in rows if row["status"] == "ok"]
     figures, constant = {}, {}
-    for metric in dict.fromkeys(name for row in finished for name in row["metrics"]):
+    names = dict.fromkeys(name for row in finished for name in row["metrics"])
+    for metric in [name for name in names if "wall" not in name]:
         values = [row["metrics"].get(metric) for row in finished]
         # Compared as text, because NaN (no request finished) doesn't equal itself.
         if len(set(map(str, values))) == 1:
