@@ -214,3 +214,91 @@ def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(
         {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
     )
+
+
+def hash_blocks(
+    token_ids: torch.Tensor,  # int32 [num_seqs, max_seq_len]
+    seq_lens: torch.Tensor,  # int32 [num_seqs]
+    roots: torch.Tensor,  # int64 [num_seqs]
+    hash_keys: torch.Tensor,  # int64 [2 * num_words + 1]: k, r, p
+    block_size: int,
+    out: torch.Tensor | None = None,  # int64 [num_seqs, max_blocks]
+) -> torch.Tensor:
+    """The content hash of every full block, and 0 past a sequence's last one.
+
+    h[i] = h[i-1] + mix((i + 1) * p + sum over j of fold(word[i, j], k[j]) * r[j]) modulo 2^64, with
+    fold and mix as in `kernels.prefix_hash`, whose signed twin int64 arithmetic is.
+    """
+    num_seqs, max_seq_len = token_ids.shape
+    num_blocks = max_seq_len // block_size
+    if out is None:
+        out = torch.empty(num_seqs, num_blocks, dtype=torch.int64, device=token_ids.device)
+    blocks = token_ids[:, : num_blocks * block_size].long() & 0xFFFFFFFF
+    blocks = blocks.view(num_seqs, num_blocks, block_size)
+    low, high = blocks[..., ::2], torch.zeros_like(blocks[..., ::2])
+    high[..., : block_size // 2] = blocks[..., 1::2]
+    num_words = low.shape[-1]
+    word_keys, multipliers = hash_keys[:num_words], hash_keys[num_words:-1]
+    x = _xor_shift((low | high << 32) ^ word_keys, 32)
+    x = _xor_shift(x * _signed(0xD6E8FEB86659FD93), 32)
+    positions = torch.arange(1, num_blocks + 1, device=token_ids.device)
+    y = (x * multipliers).sum(-1) + positions * hash_keys[-1]
+    y = _xor_shift(y, 32) * _signed(0xBF58476D1CE4E5B9)
+    y = _xor_shift(_xor_shift(y, 29) * _signed(0x94D049BB133111EB), 32)
+    is_full = positions <= (seq_lens // block_size)[:, None]
+    out.zero_()
+    out[:, :num_blocks] = (roots[:, None] + y.cumsum(1)).masked_fill(~is_full, 0)
+    return out
+
+
+def match_prefix(
+    token_ids: torch.Tensor,  # int32 [num_seqs, max_seq_len]
+    seq_lens: torch.Tensor,  # int32 [num_seqs]
+    roots: torch.Tensor,  # int64 [num_seqs]
+    hash_keys: torch.Tensor,  # int64 [2 * num_words + 1]
+    index_keys: torch.Tensor,  # int64 [num_buckets, 8], 0 where free
+    index_block_ids: torch.Tensor,  # int32 [num_buckets, 8]
+    pool_token_ids: torch.Tensor,  # int32 [num_blocks, block_size]
+    computed: torch.Tensor,  # bool or uint8 [num_blocks]
+    *,
+    block_tables: torch.Tensor | None = None,  # int32 [num_seqs, max_blocks]
+    matched_lens: torch.Tensor | None = None,  # int32 [num_seqs]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The longest run, from each prompt's start, of blocks that are cached, equal and computed.
+
+    At least one token is left out of it. Past the run a block-table row is -1.
+    """
+    num_seqs, max_seq_len = token_ids.shape
+    block_size = pool_token_ids.shape[1]
+    if block_tables is None:
+        block_tables = seq_lens.new_empty(num_seqs, max(0, max_seq_len - 1) // block_size)
+    matched_lens = torch.empty_like(seq_lens) if matched_lens is None else matched_lens
+    block_tables.fill_(-1)
+    cached = dict(
+        zip(index_keys.flatten().tolist(), index_block_ids.flatten().tolist(), strict=True)
+    )
+    cached.pop(0, None)
+    hashes = hash_blocks(token_ids, seq_lens, roots, hash_keys, block_size).tolist()
+    for seq, seq_len in enumerate(seq_lens.tolist()):
+        run = 0
+        while run < min(max(0, seq_len - 1) // block_size, block_tables.shape[1]):
+            tokens = token_ids[seq, run * block_size : (run + 1) * block_size]
+            block_id = cached.get(hashes[seq][run], -1)
+            if block_id < 0 or not computed[block_id]:
+                break
+            if not torch.equal(pool_token_ids[block_id], tokens):
+                break
+            block_tables[seq, run] = block_id
+            run += 1
+        matched_lens[seq] = run * block_size
+    return block_tables, matched_lens
+
+
+def _xor_shift(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """x ^ (x >> bits) with a logical shift."""
+    return x ^ (x >> bits & (1 << 64 - bits) - 1)
+
+
+def _signed(constant: int) -> int:
+    """The int64 with the bits of an unsigned constant."""
+    return constant - (1 << 64) if constant >> 63 else constant
