@@ -32,7 +32,14 @@ from triton.runtime.jit import create_function_from_signature
 
 from .launch import TARGETS, Launch, Target, is_interpreted, record_launches
 
-KERNEL_MODULES = ("merge_states", "paged_attention", "write_kv", "copy_blocks", "gather_blocks")
+KERNEL_MODULES = (
+    "merge_states",
+    "paged_attention",
+    "write_kv",
+    "copy_blocks",
+    "gather_blocks",
+    "prefix_hash",
+)
 
 DTYPES = {
     "fp16": torch.float16,
@@ -41,6 +48,7 @@ DTYPES = {
     "fp8e4m3": torch.float8_e4m3fn,
     "fp8e5m2": torch.float8_e5m2,
 }
+CASE_DTYPES = {**DTYPES, "int32": torch.int32}
 
 # What an integer argument may be to Triton's specialisation: equal to 1, divisible by 16, neither.
 INTEGER_VALUES = (1, 16, 17)
@@ -50,7 +58,7 @@ INTEGER_VALUES = (1, 16, 17)
 class OfflineCase:
     """A call of a launcher that compiles one or more kernels.
 
-    `dtype` is a key of DTYPES: the cache's, or the data's where there is no cache.
+    `dtype` is a key of CASE_DTYPES: the cache's, or the data's where there is no cache.
     `tokens_per_iteration` is the number of KV tokens that one turn of the main loop handles.
     """
 
@@ -281,7 +289,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m kernels.offline", description=__doc__)
     parser.add_argument("--target", default="", choices=["", *TARGETS])
     parser.add_argument("--kernel", default="")
-    parser.add_argument("--dtype", default="", choices=["", *DTYPES])
+    parser.add_argument("--dtype", default="", choices=["", *CASE_DTYPES])
     parser.add_argument("--config", default="")
     parser.add_argument("--integers", default="", help="comma-separated: 1,16,17")
     parser.add_argument("--json", action="store_true")
@@ -292,7 +300,7 @@ def main() -> None:
         for target in TARGETS.values()
         if options.target in ("", target.name)
         for case in offline_cases(options.kernel, options.dtype, options.config)
-        if target.supports(DTYPES[case.dtype])
+        if target.supports(CASE_DTYPES[case.dtype])
         for integer in integers
         for report in compile_case(case, target, integer)
     ]
