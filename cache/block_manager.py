@@ -15,7 +15,7 @@ import numpy as np
 from .content_hash import HashAlgorithm
 from .cpu_gpu import CpuGpuBlockAllocator
 from .interfaces import AllocStatus, Device, SeqId, as_count, as_token_ids
-from .naive import NaiveBlockAllocator, SequencePlan
+from .naive import NaiveBlockAllocator, Occupancy, SequencePlan
 from .prefix_caching import PrefixCachingBlockAllocator
 from .sequence import Sequence, SequenceGroup, SequenceStatus
 from .stats import CacheStats
@@ -155,7 +155,7 @@ class BlockSpaceManager:
         key = (gpu.hasher, seq.num_tokens)
         if seq._hashes is None or seq._hashes[0] != key:
             num_full = seq.num_tokens // self.block_size
-            blocks = seq.token_ids[: num_full * self.block_size].reshape(num_full, -1)
+            blocks = seq.token_ids[: num_full * self.block_size].reshape(num_full, self.block_size)
             seq._hashes = (key, gpu.hasher.hash_chain(blocks, root))
         return root, seq._hashes[1]
 
@@ -411,6 +411,14 @@ class BlockSpaceManager:
     def get_num_free_cpu_blocks(self) -> int:
         """CPU blocks that a swap can take: free plus evictable."""
         return self.allocator.get_num_free_blocks(Device.CPU)
+
+    def get_num_total_gpu_blocks(self) -> int:
+        """GPU blocks that sequences can own: all but the null block, where there is one."""
+        return self._gpu.get_num_total_blocks()
+
+    def get_gpu_occupancy(self) -> Occupancy:
+        """How many GPU blocks are in which state."""
+        return self._gpu.occupancy()
 
     def get_prefix_cache_hit_rate(self, device: Device = Device.GPU) -> float:
         """Full prompt blocks found in the cache as a share of those looked up."""

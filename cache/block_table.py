@@ -164,6 +164,10 @@ class BlockTables:
 
         Rows on the CPU take as many once they are swapped in.
         """
+        if np.ndim(counts) == 0 and counts == 1 and not num_lookahead_slots:
+            rows = rows[self.room[rows] == 0]
+            if not len(rows):
+                return 0
         return self._plan_append(rows, counts, num_lookahead_slots, device).num_taken
 
     def append(
@@ -394,6 +398,20 @@ class BlockTables:
         of_row = np.repeat(rows, counts)
         self.allocators[Device.GPU].mark_computed(self.block_tables[of_row, indices])
         self.num_marked[rows] = ends
+
+    def num_empty_slots(self, rows: np.ndarray) -> int:
+        """Slots without a token in the blocks of these rows; a shared block counts once."""
+        lens = self.seq_lens[rows]
+        empty = self.num_blocks[rows] * self.block_size - lens
+        last = self.block_tables[rows, lens // self.block_size]
+        partial = np.flatnonzero(empty)
+        if len(partial) < 2:
+            return int(empty.sum())
+        order = np.sort(last[partial])
+        if not np.count_nonzero(order[1:] == order[:-1]):
+            return int(empty.sum())
+        _, first = np.unique(last[partial], return_index=True)
+        return int(empty[partial[first]].sum())
 
     def slot_mapping(self, row: int, start: int, end: int) -> np.ndarray:
         """The slots of token positions start to end, block_id * block_size + offset, int64."""

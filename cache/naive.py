@@ -22,6 +22,14 @@ from .interfaces import (
 )
 from .stats import CacheStats
 
+_MOVED_COLUMNS = (
+    "token_ids",
+    "num_tokens",
+    "depth",
+    "computed",
+    "in_prefill",
+    "last_accessed",
+)
 _NO_IDS = np.zeros(0, dtype=np.int32)
 _NO_HASHES = np.zeros(0, dtype=np.int64)
 
@@ -46,6 +54,17 @@ class SequencePlan(NamedTuple):
     def num_taken(self) -> int:
         """What the free count goes down by."""
         return self.num_new + self.num_revived
+
+
+class Occupancy(NamedTuple):
+    """Blocks of a pool by state; the null block is none of them."""
+
+    num_in_use: int
+    """Referenced by a block table or a standalone block."""
+    num_evictable: int
+    """Unreferenced, with content that can be hit."""
+    num_free: int
+    """Neither."""
 
 
 class NaiveBlock(Block):
@@ -457,7 +476,7 @@ class NaiveBlockAllocator(BlockAllocator):
 
     def _copy_columns(self, source: BlockPool, theirs: np.ndarray, ours: np.ndarray) -> None:
         pool = self.pool
-        for column in ("token_ids", "num_tokens", "depth", "computed", "last_accessed"):
+        for column in _MOVED_COLUMNS:
             getattr(pool, column)[ours] = getattr(source, column)[theirs]
 
     # -- counts, marks, integrity
@@ -466,6 +485,13 @@ class NaiveBlockAllocator(BlockAllocator):
     def num_free(self) -> int:
         """Blocks that can be taken."""
         return self.pool.num_free
+
+    def occupancy(self) -> Occupancy:
+        """How many blocks are in which state."""
+        num_free = self.pool.num_free
+        num_evictable = self.num_free - num_free
+        in_use = self.get_num_total_blocks() - num_free - num_evictable
+        return Occupancy(in_use, num_evictable, num_free)
 
     def get_num_free_blocks(self, device: Device | None = None) -> int:
         self._check_device(device)

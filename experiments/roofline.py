@@ -158,6 +158,10 @@ class Roofline:
             + self._overhead_s
         )
 
+    def copy_seconds(self, num_blocks: int) -> float:
+        """Seconds that copying `num_blocks` within GPU memory takes: each is read and written."""
+        return 2 * num_blocks * self._block_bytes / self._bytes_per_s
+
     def swap_seconds(self, num_blocks: int) -> float:
         """Seconds that `num_blocks` take over PCIe in one direction; each GPU moves its share."""
         return num_blocks * self._block_bytes / self._pcie_bytes_per_s
