@@ -1,6 +1,6 @@
 """The serve app as its users launch it: sweeps, failures, resuming, and where results go.
 
-The simulation itself is replaced by arithmetic on the configuration; see test_simulator for it.
+But where a test says otherwise, arithmetic on the configuration stands in for the simulation.
 """
 
 import csv
@@ -22,6 +22,7 @@ from hydra import compose, initialize_config_dir
 from experiments import callbacks, results, serve
 from experiments.callbacks import parse_sweep
 from experiments.config import ServeConfig
+from experiments.simulator import simulate
 from experiments.workloads import Workload
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -362,7 +363,8 @@ def test_a_padded_number_is_refused(launch: Launch, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("experiment", [path.stem for path in (CONFIGS / "experiment").iterdir()])
 def test_every_sweep_file_runs(launch: Launch, tmp_path: Path, experiment: str) -> None:
-    """E06: each experiment, cut down to two points of its own sweep."""
+    """E06: each experiment, cut down to two points of its own sweep, really simulated."""
+    stand_in(simulate)
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
         config = compose("serve", [f"experiment={experiment}"], return_hydra_config=True)
     first, *others = config.hydra.sweeper.params.items()
