@@ -179,9 +179,9 @@ def launch_copies(
     Pairs in a numpy array are uploaded; a tensor is used where it is. No destination may be a
     source as well: programs run in any order.
     """
-    device = launch_device([*sources, *destinations])
     if not len(pairs):
         return
+    device = launch_device([*sources, *destinations])
     on_device = pairs if isinstance(pairs, torch.Tensor) else to_device(pairs, device)
     groups: dict[_Geometry, list[tuple[int, int]]] = {}
     for source, destination in zip(sources, destinations, strict=True):
