@@ -308,7 +308,8 @@ class PrefixCachingBlockAllocator(NaiveBlockAllocator):
     def plan_receive(self, source: NaiveBlockAllocator, block_ids: np.ndarray) -> int:
         found = self._find_content_of(source.pool, block_ids)
         hits = found[found >= 0]
-        return len(block_ids) - int(np.count_nonzero(self.pool.ref_count[hits]))
+        revived = np.unique(hits[self.pool.ref_count[hits] == 0])
+        return len(block_ids) - len(hits) + len(revived)
 
     def receive(
         self, source: NaiveBlockAllocator, block_ids: np.ndarray, references: np.ndarray
@@ -318,8 +319,10 @@ class PrefixCachingBlockAllocator(NaiveBlockAllocator):
         new_ids = self._find_content_of(source.pool, block_ids)
         hits = np.flatnonzero(new_ids >= 0)
         if len(hits):
-            self._reference_cached(new_ids[hits])
-            self.pool.ref_count[new_ids[hits]] += references[hits] - 1
+            # Two of theirs may hold one content: one is cached, the other its owner's alone.
+            ours = new_ids[hits]
+            self.evictor.remove(np.unique(ours[self.pool.ref_count[ours] == 0]))
+            np.add.at(self.pool.ref_count, ours, references[hits])
         misses = np.flatnonzero(new_ids < 0)
         fresh = self._take(len(misses))
         found, new_ids[misses] = new_ids[misses], fresh
@@ -327,12 +330,10 @@ class PrefixCachingBlockAllocator(NaiveBlockAllocator):
         self._copy_columns(source.pool, theirs, fresh)
         self.pool.ref_count[fresh] = references[misses]
         full = np.flatnonzero(source.pool.num_tokens[theirs] == self.block_size)
-        self._register(
-            fresh[full],
-            source.pool.content_hash[theirs[full]],
-            source.pool.parent_hash[theirs[full]],
-            found[full],
-        )
+        hashes = source.pool.content_hash[theirs[full]]
+        found = found[full]
+        found[np.delete(np.arange(len(full)), _first_occurrences(hashes))] = UNUSABLE
+        self._register(fresh[full], hashes, source.pool.parent_hash[theirs[full]], found)
         needs_copy = np.zeros(len(block_ids), dtype=bool)
         needs_copy[misses] = True
         return new_ids, needs_copy
@@ -344,7 +345,8 @@ class PrefixCachingBlockAllocator(NaiveBlockAllocator):
         if len(full):
             theirs = block_ids[full]
             hits = self._lookup(source.content_hash[theirs], source.token_ids[theirs])
-            hits[(hits >= 0) & ~self.pool.computed[hits]] = UNUSABLE
+            present = np.flatnonzero(hits >= 0)
+            hits[present[~self.pool.computed[hits[present]]]] = UNUSABLE
             found[full] = hits
         return found
 
