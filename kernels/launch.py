@@ -54,13 +54,17 @@ TARGETS = {
 
 @dataclass(frozen=True)
 class AttentionTiles:
-    """A program's share: `tile_q` query tokens x `tile_h` heads in `tile_m` rows, `tile_n` keys."""
+    """A program's share: `tile_q` query tokens x `tile_h` heads in `tile_m` rows, `tile_n` keys.
+
+    A head's lanes are `tile_d` and, where one power of two would waste much, `tile_t` more.
+    """
 
     tile_m: int
     tile_q: int
     tile_h: int
     tile_n: int
     tile_d: int
+    tile_t: int
     num_warps: int
     num_stages: int
 
@@ -220,11 +224,19 @@ def check_supported(name: str, tensor: torch.Tensor) -> None:
         raise ValueError(f"{name} is {tensor.dtype}, which {target.name} does not support")
 
 
+def head_tiles(head_size: int) -> tuple[int, int]:
+    """`head_size` lanes as one power of two, or as two if that pads less: 576 is (512, 64)."""
+    whole = max(16, next_power_of_2(head_size))
+    main = whole // 2
+    tail = max(16, next_power_of_2(head_size - main)) if main >= 16 else whole
+    return (main, tail) if main + tail < whole else (whole, 0)
+
+
 def attention_tiles(
     target: Target, head_size: int, group: int, cache_bytes: int, query_bytes: int, *, decode: bool
 ) -> AttentionTiles:
     """The tiles of paged attention for `group` query heads a KV head."""
-    tile_d = max(16, next_power_of_2(head_size))
+    tile_d, tile_t = head_tiles(head_size)
     tile_h = min(group, 64)
     tile_m = max(16, next_power_of_2(tile_h))
     if not decode:
@@ -235,6 +247,7 @@ def attention_tiles(
         tile_h=tile_h,
         tile_n=64,
         tile_d=tile_d,
+        tile_t=tile_t,
         num_warps=2 if decode else 4,
         num_stages=3,
     )

@@ -111,6 +111,7 @@ def _paged_attention_kernel(
     TILE_H: tl.constexpr,
     TILE_N: tl.constexpr,
     TILE_D: tl.constexpr,
+    TILE_T: tl.constexpr,
     ONE_TILE: tl.constexpr,
     CAUSAL: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
@@ -153,17 +154,21 @@ def _paged_attention_kernel(
     position = context_len + query_index  # [TILE_M]
     token = query_start.to(tl.int64) + query_index  # [TILE_M]
     head = kv_head * GROUP + group_head  # [TILE_M]
+    # A head of 576 is 512 lanes and a tail of 64: padded to 1,024 it would not fit.
+    HAS_TAIL: tl.constexpr = TILE_T > 0
     lane = tl.arange(0, TILE_D)  # [TILE_D]
     lane_ok = lane < HEAD_SIZE
-
+    query_rows = query_ptr + token * stride_query_token + head * stride_query_head  # [TILE_M]
     query = tl.load(
-        query_ptr
-        + token[:, None] * stride_query_token
-        + head[:, None] * stride_query_head
-        + lane[None, :],
-        mask=row_ok[:, None] & lane_ok[None, :],
-        other=0.0,
+        query_rows[:, None] + lane[None, :], mask=row_ok[:, None] & lane_ok[None, :], other=0.0
     ).to(DOT_DTYPE)  # [TILE_M, TILE_D]
+    if HAS_TAIL:
+        tail = TILE_D + tl.arange(0, TILE_T)  # [TILE_T]
+        tail_ok = tail < HEAD_SIZE
+        query_tail = tl.load(
+            query_rows[:, None] + tail[None, :], mask=row_ok[:, None] & tail_ok[None, :], other=0.0
+        ).to(DOT_DTYPE)  # [TILE_M, TILE_T]
+        acc_tail = tl.zeros([TILE_M, TILE_T], tl.float32)
 
     # Keys that any row of the tile sees: [first_key, end_key).
     end_key = seq_len
@@ -203,8 +208,8 @@ def _paged_attention_kernel(
     acc = tl.zeros([TILE_M, TILE_D], tl.float32)
 
     table_ptr = block_tables_ptr + seq.to(tl.int64) * stride_table
-    key_ptr = key_cache_ptr + kv_head * stride_kc_head + lane[None, :]
-    value_ptr = value_cache_ptr + kv_head * stride_vc_head + lane[None, :]
+    key_ptr = key_cache_ptr + kv_head * stride_kc_head
+    value_ptr = value_cache_ptr + kv_head * stride_vc_head
     for start in range(first_tile * TILE_N, end_tile * TILE_N, TILE_N):
         key_position = start + tl.arange(0, TILE_N)  # [TILE_N]
         key_ok = key_position < end_key
@@ -218,12 +223,20 @@ def _paged_attention_kernel(
         if not SAME_STRIDES:
             value_offset = block * stride_vc_block + slot * stride_vc_slot
         kv_mask = key_ok[:, None] & lane_ok[None, :]
-        key = tl.load(key_ptr + key_offset[:, None], mask=kv_mask, other=0.0)
-        value = tl.load(value_ptr + value_offset[:, None], mask=kv_mask, other=0.0)
+        key = tl.load(key_ptr + key_offset[:, None] + lane[None, :], mask=kv_mask, other=0.0)
+        value = tl.load(value_ptr + value_offset[:, None] + lane[None, :], mask=kv_mask, other=0.0)
         key = key.to(DOT_DTYPE)  # [TILE_N, TILE_D]
         value = value.to(DOT_DTYPE)  # [TILE_N, TILE_D]
-
         scores = tl.dot(query, tl.trans(key), input_precision="ieee")  # [TILE_M, TILE_N]
+        if HAS_TAIL:
+            tail_mask = key_ok[:, None] & tail_ok[None, :]
+            key_tail = tl.load(
+                key_ptr + key_offset[:, None] + tail[None, :], mask=tail_mask, other=0.0
+            ).to(DOT_DTYPE)  # [TILE_N, TILE_T]
+            value_tail = tl.load(
+                value_ptr + value_offset[:, None] + tail[None, :], mask=tail_mask, other=0.0
+            ).to(DOT_DTYPE)  # [TILE_N, TILE_T]
+            scores = tl.dot(query_tail, tl.trans(key_tail), scores, input_precision="ieee")
         if HAS_SOFTCAP:
             scores = _softcap(scores * scale, softcap)
             if alibi_slopes_ptr is None:
@@ -247,21 +260,29 @@ def _paged_attention_kernel(
         weights = tl.exp2(scores * factor - shift[:, None])
         decay = tl.exp2(largest - shift)
         total = total * decay + tl.sum(weights, axis=1)
-        acc = acc * decay[:, None]
-        acc = tl.dot(weights.to(DOT_DTYPE), value, acc, input_precision="ieee")
+        weights = weights.to(DOT_DTYPE)
+        acc = tl.dot(weights, value, acc * decay[:, None], input_precision="ieee")
+        if HAS_TAIL:
+            acc_tail = tl.dot(
+                weights, value_tail, acc_tail * decay[:, None], input_precision="ieee"
+            )
         largest = new_largest
 
     divisor = tl.where(total == 0.0, 1.0, total)
-    out = acc * (v_scale / divisor)[:, None]  # [TILE_M, TILE_D]
+    norm = (v_scale / divisor)[:, None]
+    out_rows = out_ptr + split.to(tl.int64) * stride_out_split
+    out_rows += token * stride_out_token + head * stride_out_head  # [TILE_M]
     tl.store(
-        out_ptr
-        + split.to(tl.int64) * stride_out_split
-        + token[:, None] * stride_out_token
-        + head[:, None] * stride_out_head
-        + lane[None, :],
-        out.to(out_ptr.dtype.element_ty),
+        out_rows[:, None] + lane[None, :],
+        (acc * norm).to(out_ptr.dtype.element_ty),
         mask=row_ok[:, None] & lane_ok[None, :],
     )
+    if HAS_TAIL:
+        tl.store(
+            out_rows[:, None] + tail[None, :],
+            (acc_tail * norm).to(out_ptr.dtype.element_ty),
+            mask=row_ok[:, None] & tail_ok[None, :],
+        )
     if lse_ptr is not None:
         lse = tl.where(total == 0.0, float("-inf"), (largest + tl.log2(divisor)) * LN2)
         tl.store(
@@ -407,6 +428,7 @@ def paged_attention(
         TILE_H=tiles.tile_h,
         TILE_N=tiles.tile_n,
         TILE_D=tiles.tile_d,
+        TILE_T=tiles.tile_t,
         ONE_TILE=one_tile,
         CAUSAL=causal,
         HAS_WINDOW=sliding_window is not None,

@@ -6,7 +6,7 @@ import importlib.util
 import itertools
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +15,9 @@ from typing import Any
 
 import numpy as np
 import torch
+
+from . import reference
+from .launch import cdiv
 
 # A value that no copy, write or count produces by chance.
 SENTINEL = -77
@@ -85,6 +88,105 @@ def assert_within_budget(
     rounding = torch.finfo(actual.dtype).eps * want[~infinite].abs().max().item()
     budget = factor * earned + rounding
     assert error <= budget, f"error {error:.3g}, budget {budget:.3g} (eager {earned:.3g})"
+
+
+@dataclass(frozen=True)
+class AttentionInputs:
+    """A ragged batch over a paged cache, drawn at random; every block table is a random scatter."""
+
+    query: torch.Tensor
+    key_cache: torch.Tensor
+    value_cache: torch.Tensor
+    block_tables: torch.Tensor
+    seq_lens: torch.Tensor
+    query_start_loc: torch.Tensor
+
+    @property
+    def scale(self) -> float:
+        return self.query.shape[-1] ** -0.5
+
+
+def attention_inputs(
+    seq_lens: Sequence[int],
+    query_lens: Sequence[int],
+    *,
+    num_heads: int = 8,
+    num_kv_heads: int = 2,
+    head_size: int = 64,
+    block_size: int = 16,
+    dtype: torch.dtype = torch.float32,
+    cache_dtype: torch.dtype | None = None,
+    table_padding: int = -1,
+    spare_columns: int = 2,
+    device: torch.device | str = "cpu",
+) -> AttentionInputs:
+    """Inputs of `paged_attention` from randn; block-table entries past a length are padding."""
+    needed = [cdiv(length, block_size) for length in seq_lens]
+    num_blocks = sum(needed) + 3
+    shuffled = torch.randperm(num_blocks, dtype=torch.int32)
+    block_tables = torch.full((len(needed), max(needed) + spare_columns), table_padding)
+    block_tables = block_tables.to(torch.int32)
+    for row, (count, end) in enumerate(zip(needed, itertools.accumulate(needed), strict=True)):
+        block_tables[row, :count] = shuffled[end - count : end]
+    cache_shape = (num_blocks, block_size, num_kv_heads, head_size)
+    key_cache, value_cache = (
+        torch.randn(cache_shape).to(dtype).to(cache_dtype or dtype).to(device) for _ in range(2)
+    )
+    return AttentionInputs(
+        torch.randn(sum(query_lens), num_heads, head_size).to(dtype).to(device),
+        key_cache,
+        value_cache,
+        block_tables.to(device),
+        torch.tensor(seq_lens, dtype=torch.int32, device=device),
+        torch.tensor([0, *itertools.accumulate(query_lens)], dtype=torch.int32, device=device),
+    )
+
+
+def check_attention(
+    attention: Callable[..., Any],
+    inputs: AttentionInputs,
+    *,
+    max_query_len: int | None = None,
+    num_splits: int | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run `attention` on poisoned memory and assert that it gives the reference's (out, lse).
+
+    The output starts as NaN, and so does every slot of the caches that no query sees.
+    """
+    tables = (inputs.block_tables, inputs.seq_lens, inputs.query_start_loc)
+    clean = (inputs.query, inputs.key_cache, inputs.value_cache)
+    options = {"scale": inputs.scale, "return_lse": True, **options}
+    exact_options = {
+        name: value.double() if isinstance(value, torch.Tensor) else value
+        for name, value in options.items()
+    }
+    exact_out, exact_lse = reference.paged_attention(
+        *(tensor.double() for tensor in clean), *tables, **exact_options
+    )
+    eager_out, eager_lse = reference.paged_attention(*clean, *tables, **options)
+
+    first_seen = None
+    if options.get("sliding_window"):
+        query_lens = inputs.query_start_loc.diff()
+        first_seen = inputs.seq_lens - query_lens - options["sliding_window"] + 1
+        first_seen = first_seen.clamp(min=0)
+    caches = [
+        poison_unread_slots_(cache.clone(), *tables[:2], first_seen)
+        for cache in (inputs.key_cache, inputs.value_cache)
+    ]
+    out, lse = attention(
+        inputs.query,
+        *caches,
+        *tables,
+        out=poisoned(*inputs.query.shape, dtype=inputs.query.dtype, device=inputs.query.device),
+        max_query_len=max_query_len,
+        num_splits=num_splits,
+        **options,
+    )
+    assert_within_budget(out, exact_out, eager_out)
+    assert_within_budget(lse, exact_lse, eager_lse)
+    return out, lse
 
 
 @dataclass
