@@ -60,6 +60,8 @@ class _Job:
     slots: list[int] = field(default_factory=list)
     swapped_generated: list[int] = field(default_factory=list)
     """Output tokens of each sample, while a decoding job is swapped out."""
+    num_free_when_refused: int = -1
+    """GPU blocks that were not enough; nobody asks again before there are more."""
     num_tokens: int = 0
     num_computed: int = 0
     """Of the num_tokens to prefill."""
@@ -258,7 +260,11 @@ class Simulator:
     def _can_start(self, job: _Job) -> bool:
         if job.group is None:
             self._make_group(job)
+        num_free = self.manager.get_num_free_gpu_blocks()
+        if self._running and num_free <= job.num_free_when_refused:
+            return False
         status = self.manager.can_allocate(job.group)
+        job.num_free_when_refused = -1 if status is AllocStatus.OK else num_free
         if status is AllocStatus.NEVER and job.was_preempted:
             # It has grown, and only the watermark says no: once the pool is idle it may start.
             return not self._running
@@ -304,11 +310,11 @@ class Simulator:
 
     def _finish_prefill(self, job: _Job) -> None:
         """Fork the samples, note the token that the prefill gave them, and let them decode."""
-        children = [Sequence(self._new_seq_id(), [0]) for _ in job.samples[1:]]
+        parent = job.group.seqs[0]
+        children = [parent.fork(self._new_seq_id()) for _ in job.samples[1:]]
         if children:
-            job.rows += self.manager.fork_many(job.group.seqs[0], children).tolist()
+            job.rows += self.manager.fork_many(parent, children).tolist()
         for child in children:
-            child.status = SequenceStatus.RUNNING
             job.group.add(child)
         if job.record.first_token_s is None:
             job.record.first_token_s = self._now
@@ -404,6 +410,11 @@ class Simulator:
     def _swap_out(self, job: _Job) -> None:
         for seq in job.group.seqs:
             self.manager.access_all_blocks_in_seq(seq, self._now)
+        # Sequences are told of their tokens only here, where the manager must know what is missing.
+        for seq, slot in zip(job.group.seqs, job.slots, strict=False):
+            have = seq.num_tokens - job.request.num_prompt_tokens
+            tokens = self._slots.output_tokens[slot, have : self._slots.num_generated[slot]]
+            seq.append_token_ids(tokens)
         num_moved = len(self.manager.swap_out(job.group))
         self._num_moved_blocks += num_moved
         self.metrics.swapped_out(num_moved)
@@ -414,7 +425,7 @@ class Simulator:
     def _swap_in(self) -> bool:
         """Bring the first swapped job back if it can come and grow; says whether it did."""
         job = self._swapped[0]
-        status = self.manager.can_swap_in(job.group, num_lookahead_slots=1)
+        status = self.manager.can_swap_in(job.group)
         if status is not AllocStatus.OK and self._running:
             return False
         num_moved = len(self.manager.swap_in(self._swapped.popleft().group))
