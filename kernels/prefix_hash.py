@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -231,6 +232,34 @@ def match_prefix_kernel(
         block = start + lane
         tl.store(table + block, tl.full([TILE_BLOCKS], -1, tl.int32), mask=block < max_blocks)
         start += TILE_BLOCKS
+
+
+@triton.jit(do_not_specialize=["stride_patch", "stride_pool_block"])
+def patch_index_kernel(
+    # Each row: slot, key (low and high half), block id or -1, computed, tokens.
+    patches,  # int32 [num_patches, 5 + block_size]
+    index_keys,  # int64 [num_buckets, 8], written
+    index_block_ids,  # int32 [num_buckets, 8], written
+    pool_token_ids,  # int32 [num_blocks, block_size], written
+    computed,  # uint8 [num_blocks], written
+    stride_patch,
+    stride_pool_block,
+    BLOCK_SIZE: tl.constexpr,
+    TILE_TOKENS: tl.constexpr,
+):
+    patch = patches + tl.program_id(0).to(tl.int64) * stride_patch
+    slot = tl.load(patch)
+    low = tl.load(patch + 1).to(tl.uint32, bitcast=True).to(tl.uint64)
+    high = tl.load(patch + 2).to(tl.uint32, bitcast=True).to(tl.uint64)
+    block_id = tl.load(patch + 3)
+    tl.store(index_keys + slot, (low | (high << 32)).to(tl.int64, bitcast=True))
+    tl.store(index_block_ids + slot, block_id)
+    if block_id >= 0:
+        tl.store(computed + block_id, tl.load(patch + 4).to(tl.uint8))
+        token = tl.arange(0, TILE_TOKENS)
+        mask = token < BLOCK_SIZE
+        row = pool_token_ids + block_id.to(tl.int64) * stride_pool_block
+        tl.store(row + token, tl.load(patch + 5 + token, mask=mask), mask=mask)
 
 
 @dataclass(frozen=True)
@@ -544,7 +573,7 @@ class DevicePrefixIndex:
         token_ids: np.ndarray,
         computed: np.ndarray,
     ) -> None:
-        """Overwrite entries, and the tokens and flags of the blocks that they name.
+        """Overwrite entries, and the tokens and flags of the blocks that they name, in one launch.
 
         Args:
             slots: int64 [n], bucket * 8 + entry, distinct.
@@ -554,7 +583,7 @@ class DevicePrefixIndex:
             computed: bool [n], whether the KV of block_ids[i] has been written.
 
         Raises:
-            ValueError: for slots or ids out of range, a slot that occurs twice, or other shapes.
+            ValueError: for slots or ids out of range, one that occurs twice, or other shapes.
 
         Example, with the host's index and pool:
             slots, keys, ids = index.drain_changes()
@@ -571,21 +600,36 @@ class DevicePrefixIndex:
                 raise ValueError(f"{name} has shape {np.shape(array)}; expected {shape}")
         check_range("slot", slots, self.keys.numel())
         check_distinct("slot", slots)
-        kept = np.flatnonzero(keys)
-        named = np.asarray(block_ids)[kept]
-        check_range("block id", named, self.num_blocks)
-        device = self.keys.device
-        at = to_device(np.asarray(slots, dtype=np.int64), device)
-        self.keys.view(-1)[at] = to_device(np.asarray(keys, dtype=np.int64), device)
-        self.block_ids.view(-1)[at] = to_device(np.asarray(block_ids, dtype=np.int32), device)
-        self._set_blocks(self.token_ids, named, np.asarray(token_ids, dtype=np.int32)[kept])
-        self._set_blocks(self.computed, named, np.asarray(computed, dtype=np.uint8)[kept])
+        is_free = np.asarray(keys) == EMPTY.value
+        named = np.where(is_free, -1, block_ids)
+        check_range("block id", named[~is_free], self.num_blocks)
+        check_distinct("block id", named[~is_free])
+        patches = np.empty((n, 5 + block_size), dtype=np.int32)
+        patches[:, 0] = slots
+        patches[:, 1:3] = np.asarray(keys, dtype="<i8").reshape(n, 1).view("<i4")
+        patches[:, 3] = named
+        patches[:, 4] = computed
+        patches[:, 5:] = token_ids
+        launch(
+            patch_index_kernel,
+            (n,),
+            to_device(patches, self.keys.device),
+            self.keys,
+            self.block_ids,
+            self.token_ids,
+            self.computed,
+            patches.shape[1],
+            self.token_ids.stride(0),
+            BLOCK_SIZE=block_size,
+            TILE_TOKENS=next_power_of_2(block_size),
+            num_warps=1 if block_size <= 128 else 4,
+        )
 
     def set_computed(self, block_ids: np.ndarray, computed: bool = True) -> None:
         """Mark blocks as computed, or not. Raises ValueError for ids out of range."""
         ids = np.asarray(block_ids, dtype=np.int64)
         check_range("block id", ids, self.num_blocks)
-        self._set_blocks(self.computed, ids, np.full(len(ids), computed, dtype=np.uint8))
+        self.computed[to_device(ids, self.computed.device)] = int(computed)
 
     def match(
         self,
@@ -605,10 +649,6 @@ class DevicePrefixIndex:
             self.token_ids,
             self.computed,
         )
-
-    def _set_blocks(self, tensor: torch.Tensor, ids: np.ndarray, values: np.ndarray) -> None:
-        at = to_device(ids.astype(np.int64), tensor.device)
-        tensor[at] = to_device(values, tensor.device)
 
 
 def index_shift(num_buckets: int) -> int:
@@ -649,9 +689,9 @@ def _check_index(index_keys: torch.Tensor, index_block_ids: torch.Tensor) -> int
 
 
 def offline_cases() -> Iterator[OfflineCase]:
-    """Hash and match at block sizes of one word, a usual number, and more than a tile."""
+    """Every kernel at block sizes of one word, odd words, a usual number, and many."""
 
-    def run(block_size: int, match: bool) -> None:
+    def run(block_size: int, kernel: str) -> None:
         num_words = cdiv(block_size, 2)
         token_ids = torch.empty(3, 4 * block_size, dtype=torch.int32)
         prompts = (
@@ -660,16 +700,15 @@ def offline_cases() -> Iterator[OfflineCase]:
             torch.empty(3, dtype=torch.int64),
             torch.empty(2 * num_words + 1, dtype=torch.int64),
         )
-        if not match:
+        index = DevicePrefixIndex(16, 5, block_size, "cpu")
+        if kernel == "hash_blocks":
             hash_blocks(*prompts, block_size)
-            return
-        DevicePrefixIndex(16, 5, block_size, "cpu").match(*prompts)
+        elif kernel == "match_prefix":
+            index.match(*prompts)
+        else:
+            one = np.ones(1, dtype=np.int64)
+            index.apply_changes(one, one, one, np.ones((1, block_size), dtype=np.int32), one)
 
-    for block_size in (1, 8, 12, 16, 48, 128, 544, MAX_BLOCK_SIZE):
-        for kernel, match in (("hash_blocks", False), ("match_prefix", True)):
-            yield OfflineCase(
-                kernel,
-                "int32",
-                lambda block_size=block_size, match=match: run(block_size, match),
-                f"bs{block_size}",
-            )
+    for block_size in (1, 12, 16, 544, MAX_BLOCK_SIZE):
+        for kernel in ("hash_blocks", "match_prefix", "patch_index"):
+            yield OfflineCase(kernel, "int32", partial(run, block_size, kernel), f"bs{block_size}")

@@ -368,11 +368,13 @@ def test_random_workloads_with_evictions_and_extra_keys(block_size: int, seed: i
     assert hits > 0
 
 
-def test_a_device_index_follows_by_patches_alone() -> None:
+def check_patches(index_module: ModuleType) -> None:
     """Full buckets, removals that pull entries back, and clear, all by `drain_changes`."""
     rng = np.random.default_rng(0)
     index = PrefixIndex(4, track_changes=True)
-    device_index = DevicePrefixIndex(index.num_buckets, 64, 1, DEVICE)
+    device_index = index_module.DevicePrefixIndex(index.num_buckets, 64, 3, DEVICE)
+    pool = np.zeros((64, 3), dtype=np.int32)
+    computed = np.zeros(64, dtype=bool)
     live: dict[int, int] = {}
     for step in range(30):
         if step == 20:
@@ -381,16 +383,31 @@ def test_a_device_index_follows_by_patches_alone() -> None:
         removed = rng.permutation(list(live))[: len(live) // 2].astype(np.int64)
         index.remove(removed)
         live = {key: value for key, value in live.items() if key not in removed}
-        new = rng.integers(1, 2**62, 14 - len(live), dtype=np.int64) * rng.choice([-1, 1])
-        ids = rng.integers(0, 64, len(new)).astype(np.int32)
+        new = rng.integers(-(2**63), 2**63, 14 - len(live), dtype=np.int64)
+        unused = np.setdiff1d(np.arange(64), list(live.values()))
+        ids = rng.permutation(unused)[: len(new)].astype(np.int32)
         index.insert(new, ids)
         live.update(zip(new.tolist(), ids.tolist(), strict=True))
+        pool[ids] = rng.integers(-(2**31), 2**31, (len(ids), 3), dtype=np.int32)
+        computed[ids] = rng.random(len(ids)) < 0.5
         slots, keys, block_ids = index.drain_changes()
-        rows = np.zeros((len(slots), 1), dtype=np.int32)
-        device_index.apply_changes(slots, keys, block_ids, rows, np.ones(len(slots), dtype=bool))
+        device_index.apply_changes(slots, keys, block_ids, pool[block_ids], computed[block_ids])
         assert np.array_equal(device_index.keys.cpu().numpy(), index.keys)
         used = index.keys != 0
         assert np.array_equal(device_index.block_ids.cpu().numpy()[used], index.block_ids[used])
+        assert np.array_equal(device_index.token_ids.cpu().numpy(), pool)
+        assert np.array_equal(device_index.computed.cpu().numpy(), computed)
+    newly = np.flatnonzero(~computed)[:5]
+    device_index.set_computed(newly)
+    computed[newly] = True
+    assert np.array_equal(device_index.computed.cpu().numpy(), computed)
+    device_index.set_computed(newly[:2], False)
+    computed[newly[:2]] = False
+    assert np.array_equal(device_index.computed.cpu().numpy(), computed)
+
+
+def test_a_device_index_follows_by_patches_alone() -> None:
+    check_patches(module)
 
 
 # ---- prefix_hash_gather
@@ -552,6 +569,8 @@ def test_changes_that_do_not_fit_are_refused() -> None:
         apply([3, 3], [5, 6], [0, 1])
     with pytest.raises(ValueError, match=r"block id 8 is outside \[0, 8\)"):
         apply([3], [5], [8])
+    with pytest.raises(ValueError, match="block id 2 occurs 2 times"):
+        apply([3, 4], [5, 6], [2, 2])
     with pytest.raises(ValueError, match=r"token_ids has shape \(1, 3\)"):
         apply([3], [5], [0], width=3)
     with pytest.raises(ValueError, match=r"keys has shape \(2,\)"):
@@ -699,6 +718,22 @@ MATCH_MUTATIONS = {
     "home-is-the-low-bits": ("(hashes >> shift).to(tl.int64)", "wanted"),
     "first-entry-taken": ("bucket * BUCKET_SIZE + match", "bucket * BUCKET_SIZE"),
 }
+PATCH_MUTATIONS = {
+    "half-a-key": ("(low | (high << 32))", "low"),
+    "sign-of-the-low-half": (
+        "low = tl.load(patch + 1).to(tl.uint32, bitcast=True).to(tl.uint64)",
+        "low = tl.load(patch + 1).to(tl.int64).to(tl.uint64)",
+    ),
+    "tokens-not-patched": ("mask = token < BLOCK_SIZE\n", "mask = token < 0\n"),
+    "last-token-not-patched": (
+        "mask = token < BLOCK_SIZE\n",
+        "mask = token < BLOCK_SIZE - 1\n",
+    ),
+    "flag-not-patched": (
+        "tl.load(patch + 4).to(tl.uint8)",
+        "(tl.load(patch + 4) * 0).to(tl.uint8)",
+    ),
+}
 
 
 def check_all_matches(match_module: ModuleType) -> None:
@@ -730,6 +765,14 @@ def test_the_match_tests_catch(name: str) -> None:
     """Likewise for the lookup."""
     with mutant(module, *MATCH_MUTATIONS[name]) as match_module, pytest.raises(AssertionError):
         check_all_matches(match_module)
+
+
+@interpreted
+@pytest.mark.parametrize("name", PATCH_MUTATIONS)
+def test_the_patch_tests_catch(name: str) -> None:
+    """Likewise for the updates of the index."""
+    with mutant(module, *PATCH_MUTATIONS[name]) as index_module, pytest.raises(AssertionError):
+        check_patches(index_module)
 
 
 @interpreted
