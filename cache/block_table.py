@@ -236,11 +236,18 @@ class BlockTables:
 
     def _make_room(self, rows: np.ndarray) -> None:
         """Take what the next token of each row needs, and find its slot."""
+        starts = self.seq_lens[rows]
+        indices = starts // self.block_size
+        self._ensure_width(int(indices.max()) + 1)
+        if np.count_nonzero(self.block_tables[rows, indices] == NO_BLOCK) == len(rows):
+            new_ids = self.allocators[Device.GPU].take_new(len(rows))
+            self._enter_new(rows, indices, new_ids)
+            self.next_slots[rows] = new_ids.astype(np.int64) * self.block_size
+            self.room[rows] = self.block_size
+            return
         plan = self._plan_append(rows, 1, 0)
         if plan.num_taken:
             self._take_blocks(plan)
-        starts = self.seq_lens[rows]
-        indices = starts // self.block_size
         offsets = starts - indices * self.block_size
         block_ids = self.block_tables[rows, indices].astype(np.int64)
         self.next_slots[rows] = block_ids * self.block_size + offsets
@@ -284,15 +291,20 @@ class BlockTables:
         wanted = missing | plan.copied
         rows, indices = plan.rows[wanted], plan.indices[wanted]
         new_ids = allocator.take_new(plan.num_taken)
-        self.block_tables[rows, indices] = new_ids
         if plan.num_taken > np.count_nonzero(missing):
-            allocator.copy_on_write(plan.block_ids[plan.copied], new_ids[plan.copied[wanted]])
-            created = missing[wanted]
-            rows, indices, new_ids = rows[created], indices[created], new_ids[created]
+            copied = plan.copied[wanted]
+            self.block_tables[rows[copied], indices[copied]] = new_ids[copied]
+            allocator.copy_on_write(plan.block_ids[plan.copied], new_ids[copied])
+            rows, indices, new_ids = rows[~copied], indices[~copied], new_ids[~copied]
+        self._enter_new(rows, indices, new_ids)
+
+    def _enter_new(self, rows: np.ndarray, indices: np.ndarray, new_ids: np.ndarray) -> None:
+        """Put empty blocks at the ends of tables; those of one row in order."""
+        self.block_tables[rows, indices] = new_ids
         self.num_blocks[rows] = indices + 1
-        pool = allocator.pool
+        pool = self.allocators[Device.GPU].pool
         pool.depth[new_ids] = indices
-        # The index before the first is the last column, which a full row does not reach.
+        # The index before the first is the last column, which no row reaches.
         pool.prev_block[new_ids] = self.block_tables[rows, indices - 1]
 
     def _fill(self, rows: np.ndarray, indices: np.ndarray) -> None:

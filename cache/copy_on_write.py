@@ -34,6 +34,8 @@ class CopyOnWriteTracker:
 
     def drain(self) -> np.ndarray:
         """Return and forget all pairs, int64 [n, 2]."""
+        if not self._source_of:
+            return np.zeros((0, 2), dtype=np.int64)
         pairs = np.array(
             [(source, destination) for destination, source in self._source_of.items()],
             dtype=np.int64,

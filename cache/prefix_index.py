@@ -135,14 +135,15 @@ class PrefixIndex:
         rows = self.keys.take(buckets, axis=0)
         slots = buckets * BUCKET_SIZE + (rows == hashes[:, None]).argmax(axis=1)
         found = self._flat_keys.take(slots) == hashes
-        found &= hashes != EMPTY
+        if np.count_nonzero(hashes) < len(hashes):
+            found &= hashes != EMPTY
         if np.count_nonzero(found) == len(found):
             return slots
-        np.logical_not(found, out=found)
-        slots[found] = -1
+        missed = ~found
+        slots[missed] = -1
         # A miss is final where its bucket has a free entry; elsewhere the next bucket may hold it.
-        open_ = np.flatnonzero(found)
-        open_ = open_[_full(rows.take(open_, axis=0))]
+        open_ = _full(rows)
+        open_ = open_[missed[open_]]
         while len(open_):
             buckets[open_] = (buckets[open_] + 1) & (self.num_buckets - 1)
             rows = self.keys.take(buckets[open_], axis=0)
