@@ -120,10 +120,13 @@ def attention_inputs(
     spare_columns: int = 2,
     device: torch.device | str = "cpu",
 ) -> AttentionInputs:
-    """Inputs of `paged_attention` from randn; block-table entries past a length are padding."""
+    """Inputs of `paged_attention` from randn; block-table entries past a length are padding.
+
+    Block 0 belongs to no sequence: it is what a masked block-table entry reads as.
+    """
     needed = [cdiv(length, block_size) for length in seq_lens]
     num_blocks = sum(needed) + 3
-    shuffled = torch.randperm(num_blocks, dtype=torch.int32)
+    shuffled = 1 + torch.randperm(num_blocks - 1, dtype=torch.int32)
     block_tables = torch.full((len(needed), max(needed) + spare_columns), table_padding)
     block_tables = block_tables.to(torch.int32)
     for row, (count, end) in enumerate(zip(needed, itertools.accumulate(needed), strict=True)):
