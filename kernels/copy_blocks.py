@@ -19,11 +19,9 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import cdiv, launch, next_power_of_2
+from .launch import cdiv, copy_tile, launch
 from .offline import DTYPES, OfflineCase
 
-# 16 bytes a thread and four of them in flight, with the 128 threads of 4 warps.
-TILE_BYTES = 8192
 WORDS = {1: tl.int8, 2: tl.int16, 4: tl.int32}
 
 Pairs = torch.Tensor | np.ndarray | Sequence[tuple[int, int]]
@@ -200,13 +198,14 @@ def _launch_group(
 ) -> None:
     word_bytes = min(4, geometry.unit_bytes)
     unit_words = geometry.unit_bytes // word_bytes
-    tile_words = min(TILE_BYTES // word_bytes, next_power_of_2(geometry.block_units * unit_words))
+    block_words = geometry.block_units * unit_words
+    tile_words = copy_tile(word_bytes, block_words)
     src_addresses, dst_addresses = (
         address_table(table, device) for table in zip(*addresses, strict=True)
     )
     launch(
         copy_blocks_kernel,
-        copy_grid(len(pairs), len(addresses), geometry.block_units * unit_words, tile_words),
+        copy_grid(len(pairs), len(addresses), block_words, tile_words),
         src_addresses,
         dst_addresses,
         pairs,
@@ -215,7 +214,7 @@ def _launch_group(
         geometry.head_units,
         geometry.num_heads,
         len(addresses),
-        cdiv(geometry.block_units * unit_words, tile_words),
+        cdiv(block_words, tile_words),
         WORD=WORDS[word_bytes],
         WORD_BYTES=word_bytes,
         UNIT_WORDS=unit_words,

@@ -260,3 +260,27 @@ def num_kv_splits(target: Target, programs: int, max_keys: int) -> int:
     """
     wanted = cdiv(2 * target.multiprocessors, max(programs, 1))
     return max(1, min(wanted, cdiv(max_keys, 256), 64))
+
+
+@dataclass(frozen=True)
+class HashTiles:
+    """Blocks and 64-bit words that a program hashes at a time, a whole block being in one tile."""
+
+    tile_blocks: int
+    tile_words: int
+    options: dict[str, int]
+
+
+def hash_tiles(target: Target, block_size: int) -> HashTiles:
+    """The tiles of hashing and matching: short enough to stop soon after the chain breaks."""
+    tile_words = next_power_of_2(cdiv(block_size, 2))
+    options = {"num_warps": 4}
+    if target.backend == "cuda":
+        # Without a limit the assembler spills to fit more programs, and there is one a sequence.
+        options["maxnreg"] = 168
+    return HashTiles(max(1, min(128, 512 // tile_words)), tile_words, options)
+
+
+def copy_tile(word_bytes: int, block_words: int) -> int:
+    """The words that a program of 4 warps copies: 4 x 16 bytes a thread, or a whole block."""
+    return min(8192 // word_bytes, next_power_of_2(block_words))

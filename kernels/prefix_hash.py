@@ -19,7 +19,6 @@ computed.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -29,7 +28,15 @@ import triton
 import triton.language as tl
 
 from .copy_blocks import check_blocks, check_distinct, check_range, launch_copies, to_device
-from .launch import cdiv, check_devices, check_tensor, launch, next_power_of_2, target_of
+from .launch import (
+    cdiv,
+    check_devices,
+    check_tensor,
+    hash_tiles,
+    launch,
+    next_power_of_2,
+    target_of,
+)
 from .offline import OfflineCase
 
 FOLD = tl.constexpr(0xD6E8FEB86659FD93)
@@ -262,25 +269,6 @@ def patch_index_kernel(
         tl.store(row + token, tl.load(patch + 5 + token, mask=mask), mask=mask)
 
 
-@dataclass(frozen=True)
-class HashTiles:
-    """Blocks and words that a program hashes at a time, a whole block being in one tile."""
-
-    blocks: int
-    words: int
-    options: dict[str, int]
-
-
-def hash_tiles(block_size: int, device: torch.device) -> HashTiles:
-    """Tiles for a block size: short enough to stop soon after the chain breaks."""
-    words = next_power_of_2((block_size + 1) // 2)
-    options = {"num_warps": 4}
-    if target_of(device).backend == "cuda":
-        # Without a limit the assembler spills to fit more programs, and there is one a sequence.
-        options["maxnreg"] = 168
-    return HashTiles(max(1, min(128, 512 // words)), words, options)
-
-
 class PrefixMatch(NamedTuple):
     """What of each prompt is cached and computed."""
 
@@ -347,7 +335,7 @@ def hash_blocks(
     if out.shape[1] < width:
         raise ValueError(f"out has {out.shape[1]} columns for {width} blocks a sequence")
     check_devices(token_ids=token_ids, out=out)
-    tiles = hash_tiles(block_size, token_ids.device)
+    tiles = hash_tiles(target_of(token_ids.device), block_size)
     launch(
         hash_blocks_kernel,
         (num_seqs,),
@@ -361,8 +349,8 @@ def hash_blocks(
         max_seq_len,
         out.shape[1],
         BLOCK_SIZE=block_size,
-        TILE_BLOCKS=tiles.blocks,
-        TILE_WORDS=tiles.words,
+        TILE_BLOCKS=tiles.tile_blocks,
+        TILE_WORDS=tiles.tile_words,
         **tiles.options,
     )
     return out
@@ -432,7 +420,7 @@ def match_prefix(
         block_tables=block_tables,
         matched_lens=matched_lens,
     )
-    tiles = hash_tiles(block_size, token_ids.device)
+    tiles = hash_tiles(target_of(token_ids.device), block_size)
     launch(
         match_prefix_kernel,
         (num_seqs,),
@@ -455,8 +443,8 @@ def match_prefix(
         num_buckets,
         index_shift(num_buckets),
         BLOCK_SIZE=block_size,
-        TILE_BLOCKS=tiles.blocks,
-        TILE_WORDS=tiles.words,
+        TILE_BLOCKS=tiles.tile_blocks,
+        TILE_WORDS=tiles.tile_words,
         **tiles.options,
     )
     return PrefixMatch(block_tables, matched_lens)

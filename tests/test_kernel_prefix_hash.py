@@ -20,11 +20,10 @@ from cache.content_hash import ContentHasher
 from cache.prefix_caching import PrefixCachingBlockAllocator
 from cache.prefix_index import PrefixIndex
 from kernels import reference
-from kernels.launch import TARGETS, record_launches
+from kernels.launch import INTERPRETER, TARGETS, hash_tiles, record_launches
 from kernels.prefix_hash import (
     DevicePrefixIndex,
     hash_blocks,
-    hash_tiles,
     index_shift,
     make_hash_keys,
     match_prefix,
@@ -211,7 +210,7 @@ def check_match(match_module: ModuleType, setting: Setting) -> list[int]:
 
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
 def test_matches_equal_the_host_s(block_size: int) -> None:
-    num_cached = 2 * hash_tiles(block_size, torch.device(DEVICE)).blocks + 3
+    num_cached = 2 * hash_tiles(INTERPRETER, block_size).tile_blocks + 3
     lens = check_match(module, make_setting(block_size, num_cached))
     whole = num_cached * block_size
     assert lens[:3] == [
@@ -474,7 +473,7 @@ def test_a_matched_prompt_s_tokens_are_read_once() -> None:
 @pytest.mark.parametrize("break_at", [0, 5, 64, 100])
 def test_nothing_is_read_after_the_tile_where_the_chain_breaks(break_at: int) -> None:
     setting = make_setting(16, 300)
-    tile = hash_tiles(16, torch.device("cpu")).blocks
+    tile = hash_tiles(INTERPRETER, 16).tile_blocks
     prompt = setting.prompts[1].copy()
     prompt[break_at * 16] ^= 1
     setting = setting._replace(prompts=[prompt], extra_keys=["a"])
@@ -639,7 +638,7 @@ COMPILE = """
 import json
 import torch
 import triton
-from kernels.launch import TARGETS, record_launches
+from kernels.launch import INTERPRETER, TARGETS, hash_tiles, record_launches
 from kernels.offline import OfflineCase, compile_key, compile_launch
 from kernels.prefix_hash import DevicePrefixIndex, hash_blocks
 
