@@ -51,7 +51,7 @@ class PrefixIndex:
 
     def lookup(self, hashes: np.ndarray) -> np.ndarray:
         """Return the block id of each hash, int32 [n], or -1. `hashes` is int64 [n]."""
-        slots = self._find(hashes)
+        slots, _ = self._find(hashes)
         block_ids = self._flat_ids.take(slots)
         missing = slots < 0
         if np.count_nonzero(missing):
@@ -86,21 +86,22 @@ class PrefixIndex:
 
     def remove(self, hashes: np.ndarray) -> None:
         """Remove entries. The hashes are distinct; those not in the table are passed over."""
-        slots = self._find(hashes)
-        if np.count_nonzero(slots < 0):
-            slots = slots[slots >= 0]
-        self._size -= len(slots)
-        in_full = _full(self.keys.take(slots // BUCKET_SIZE, axis=0))
-        if not len(in_full):
-            self._flat_keys[slots] = EMPTY
-            self._note(slots)
-            return
-        full_keys = self._flat_keys[slots[in_full]]
-        slots = np.delete(slots, in_full)
+        slots, home_rows = self._find(hashes)
+        beside_full = _full(home_rows)
+        missing = slots < 0
+        if np.count_nonzero(missing):
+            beside_full = beside_full[~missing[beside_full]]
+        # Only where the home bucket is full can an entry be displaced, or have displaced others.
+        if len(beside_full):
+            has_displaced = self._has_displaced(hashes[beside_full], slots[beside_full])
+            for i in beside_full[has_displaced]:
+                self._remove_one(hashes[i : i + 1])
+                missing[i] = True
+        if np.count_nonzero(missing):
+            slots = slots[~missing]
         self._flat_keys[slots] = EMPTY
+        self._size -= len(slots)
         self._note(slots)
-        for key in full_keys:
-            self._remove_from_full(int(self._find(key.reshape(1))[0]))
 
     def clear(self) -> None:
         """Remove every entry."""
@@ -129,16 +130,16 @@ class PrefixIndex:
     def _home(self, hashes: np.ndarray) -> np.ndarray:
         return (hashes.view(np.uint64) >> self._shift).view(np.int64)
 
-    def _find(self, hashes: np.ndarray) -> np.ndarray:
-        """Return the slot of each hash, int64 [n], or -1."""
+    def _find(self, hashes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the slot of each hash, int64 [n], or -1, and its home bucket, int64 [n, 8]."""
         buckets = self._home(hashes)
-        rows = self.keys.take(buckets, axis=0)
+        home_rows = rows = self.keys.take(buckets, axis=0)
         slots = buckets * BUCKET_SIZE + (rows == hashes[:, None]).argmax(axis=1)
         found = self._flat_keys.take(slots) == hashes
         if np.count_nonzero(hashes) < len(hashes):
             found &= hashes != EMPTY
         if np.count_nonzero(found) == len(found):
-            return slots
+            return slots, home_rows
         missed = ~found
         slots[missed] = -1
         # A miss is final where its bucket has a free entry; elsewhere the next bucket may hold it.
@@ -152,12 +153,28 @@ class PrefixIndex:
             slots[open_[found]] = candidates[found]
             missed = np.flatnonzero(~found)
             open_ = open_[missed[_full(rows[missed])]]
-        return slots
+        return slots, home_rows
 
-    def _remove_from_full(self, hole: int) -> None:
-        """Free an entry of a full bucket and pull displaced entries back into the hole."""
+    def _has_displaced(self, hashes: np.ndarray, slots: np.ndarray) -> np.ndarray:
+        """Whether a full home bucket may have entries elsewhere, or lost this one, bool [n]."""
+        homes = self._home(hashes)
+        following = (homes + 1) & (self.num_buckets - 1)
+        rows = self.keys[following]
+        strangers = (rows != EMPTY) & (self._home(rows) != following[:, None])
+        return strangers.any(axis=1) | (rows != EMPTY).all(axis=1) | (slots // BUCKET_SIZE != homes)
+
+    def _remove_one(self, hash_: np.ndarray) -> None:
+        """Remove an entry, and pull displaced ones back if its bucket is full."""
+        hole = int(self._find(hash_)[0][0])
+        was_full = self.keys[hole // BUCKET_SIZE].all()
         self._flat_keys[hole] = EMPTY
+        self._size -= 1
         self._note(np.array([hole]))
+        if was_full:
+            self._pull_back(hole)
+
+    def _pull_back(self, hole: int) -> None:
+        """Move displaced entries into a hole in a bucket that was full, and so on behind them."""
         bucket = hole // BUCKET_SIZE
         distance = 0
         while True:
