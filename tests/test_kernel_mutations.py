@@ -146,7 +146,7 @@ ATTENTION = {
         ragged,
     ),
     "wrong-slot": ("slot = key_position % BLOCK_SIZE", "slot = key_position % 8", ragged),
-    "tiles-overlap": ("// TILE_Q - seq) * TILE_Q", "// TILE_Q - seq) * (TILE_Q - 1)", ragged),
+    "tiles-overlap": ("// TILE_Q - seq) * TILE_Q", "// TILE_Q - seq) * (TILE_Q // 2)", ragged),
     "a-split-is-lost": (
         "end_tile = tl.minimum(first_tile + tiles_per_split, end_tile)",
         "end_tile = tl.minimum(first_tile + tiles_per_split, end_tile - split)",
