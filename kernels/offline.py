@@ -230,10 +230,8 @@ def _read_amdgcn(text: str) -> dict[str, int]:
     instructions = text.splitlines()
     return {
         "registers": number("vgpr_count"),
-        "spilled_bytes": max(
-            number("private_segment_fixed_size"),
-            4 * (number("vgpr_spill_count") + number("sgpr_spill_count")),
-        ),
+        # A scalar register that spills goes into a lane of a vector register, not to memory.
+        "spilled_bytes": max(number("private_segment_fixed_size"), 4 * number("vgpr_spill_count")),
         "loads_16_bytes": _count(r"^\s*(global|buffer)_load_dwordx4\b", instructions),
         "matrix_instructions": _count(r"^\s*v_mfma_", instructions),
     }
