@@ -92,6 +92,7 @@ class NaiveBlock(Block):
             raise ValueError(
                 f"block {self.block_id} belongs to a block table; append through the table"
             )
+        self._allocator.check_previous(self.prev_block)
         if self.prev_block is not None and not self.prev_block.is_full:
             raise ValueError(f"the block before {self!r} is not full")
         if len(tokens) > self.num_empty_slots:
@@ -134,7 +135,7 @@ class NaiveBlock(Block):
 
     @property
     def prev_block(self) -> Block | None:
-        if self._prev is not None:
+        if self._prev is not None or not self._read_only:
             return self._prev
         prev_id = int(self._allocator.pool.prev_block[self._live_id()])
         return None if prev_id == NO_BLOCK else self._allocator.view(prev_id)
@@ -199,6 +200,7 @@ class NaiveBlockAllocator(BlockAllocator):
         extra_key: object = None,
     ) -> Block:
         self._check_device(device)
+        self.check_previous(prev_block)
         block_id = self.take_new(1)
         self._link_to(prev_block, block_id)
         return self.block_type(self, block_id[0], prev_block, extra_key)
@@ -212,6 +214,7 @@ class NaiveBlockAllocator(BlockAllocator):
     ) -> Block:
         self._check_device(device)
         tokens = self._full_block_tokens(token_ids)
+        self.check_previous(prev_block, must_be_full=True)
         block_id = self.take_new(1)
         self._link_to(prev_block, block_id)
         self.pool.token_ids[block_id] = tokens
@@ -221,6 +224,8 @@ class NaiveBlockAllocator(BlockAllocator):
     def free(self, block: Block) -> None:
         if block._read_only:
             raise ValueError(f"{block!r} belongs to a block table; free the table")
+        if block._allocator is not self:
+            raise ValueError(f"{block!r} belongs to another allocator")
         if block.block_id is None:
             raise ValueError("the block was freed before")
         self.release(np.array([block.block_id], dtype=np.int32))
@@ -230,6 +235,8 @@ class NaiveBlockAllocator(BlockAllocator):
         chain = []
         block: Block | None = last_block
         while block is not None:
+            if block._read_only:
+                raise ValueError(f"{block!r} belongs to a block table; fork the table")
             if block.block_id is None:
                 raise ValueError("a block of the chain was freed")
             chain.append(block)
@@ -260,6 +267,16 @@ class NaiveBlockAllocator(BlockAllocator):
         if start + len(tokens) == self.block_size:
             block_ids = self.fill(block_ids, self._parent_hash(block))
         return int(block_ids[0])
+
+    def check_previous(self, prev_block: Block | None, must_be_full: bool = False) -> None:
+        """Raise ValueError unless a block of this allocator can follow `prev_block`."""
+        if prev_block is None:
+            return
+        if prev_block._allocator is not self:
+            raise ValueError(f"{prev_block!r} belongs to another allocator")
+        prev_block._live_id()
+        if must_be_full and not prev_block.is_full:
+            raise ValueError(f"{prev_block!r} is not full; a full block cannot follow it")
 
     def _parent_hash(self, block: NaiveBlock) -> np.ndarray:
         return _NO_HASHES

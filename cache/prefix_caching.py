@@ -79,18 +79,21 @@ class PrefixCachingBlockAllocator(NaiveBlockAllocator):
     ) -> Block:
         self._check_device(device)
         tokens = self._full_block_tokens(token_ids).reshape(1, -1)
+        self.check_previous(prev_block, must_be_full=True)
         parent, position = self._hash_before(prev_block, extra_key)
         hashes = self.hasher.hash_next(parent, position, tokens)
         found = self._lookup(hashes, tokens)
-        self.stats.lookups += 1
         if found[0] >= 0:
+            self.stats.lookups += 1
             self.stats.hits += 1
             self._reference_cached(found)
             return self.block_type(self, found[0], prev_block, extra_key)
         block_id = self.take_new(1)
+        self.stats.lookups += 1
         self._link_to(prev_block, block_id)
         self.pool.token_ids[block_id] = tokens
         self.pool.num_tokens[block_id] = self.block_size
+        self.pool.in_prefill[block_id] = True
         self._register(block_id, hashes, parent, found)
         return self.block_type(self, block_id[0], prev_block, extra_key)
 
@@ -100,8 +103,6 @@ class PrefixCachingBlockAllocator(NaiveBlockAllocator):
         """Return what `hash_next` needs of a block's predecessor."""
         if prev_block is None:
             return self.hasher.root(extra_key).reshape(1), np.zeros(1, dtype=np.int64)
-        if not prev_block.is_full:
-            raise ValueError(f"{prev_block!r} is not full; a full block cannot follow it")
         previous = prev_block._live_id()
         return (
             self.pool.content_hash[previous : previous + 1],
@@ -210,9 +211,10 @@ class PrefixCachingBlockAllocator(NaiveBlockAllocator):
         num_hits = np.count_nonzero(is_hit)
         if not num_hits:
             return found
+        hit_ids = found
         if num_hits < len(found):
-            token_blocks = token_blocks[is_hit]
-        stored = self.pool.token_ids.take(found[is_hit], axis=0)
+            token_blocks, hit_ids = token_blocks[is_hit], found[is_hit]
+        stored = self.pool.token_ids.take(hit_ids, axis=0)
         if stored.tobytes() != token_blocks.tobytes():
             hits = np.flatnonzero(is_hit)
             found[hits[(stored != token_blocks).any(axis=1)]] = UNUSABLE
