@@ -33,7 +33,7 @@ sweep: setup  ## sweep block size and watermark; ends in a table and report.html
 	$(PY) -m experiments.serve experiment=block_size_watermark
 
 bench-cache: setup  ## time the block manager beside a plain-Python model of it
-	$(PY) -m pytest tests/bench_cache.py --benchmark-enable --benchmark-only -q -s
+	$(PY) -m pytest tests/bench_cache.py --benchmark-enable --benchmark-quiet -q -s
 
 fuzz: setup  ## drive the block manager against its model until stopped
 	$(PY) -m tests.fuzz

@@ -310,22 +310,25 @@ class PrefixCachingBlockAllocator(NaiveBlockAllocator):
     def plan_receive(self, source: NaiveBlockAllocator, block_ids: np.ndarray) -> int:
         found = self._find_content_of(source.pool, block_ids)
         hits = found[found >= 0]
-        revived = np.unique(hits[self.pool.ref_count[hits] == 0])
-        return len(block_ids) - len(hits) + len(revived)
+        return len(block_ids) - len(hits) + len(self._revived(hits))
+
+    def _revived(self, hits: np.ndarray) -> np.ndarray:
+        """Those of the hits, which may repeat, that are evictable; distinct."""
+        evictable = hits[self.pool.ref_count[hits] == 0]
+        return np.unique(evictable) if len(evictable) else evictable
 
     def receive(
         self, source: NaiveBlockAllocator, block_ids: np.ndarray, references: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
         """As in `NaiveBlockAllocator`; a block that is cached here already is not copied."""
-        self._require(self.plan_receive(source, block_ids))
         new_ids = self._find_content_of(source.pool, block_ids)
         hits = np.flatnonzero(new_ids >= 0)
-        if len(hits):
-            # Two of theirs may hold one content: one is cached, the other its owner's alone.
-            ours = new_ids[hits]
-            self.evictor.remove(np.unique(ours[self.pool.ref_count[ours] == 0]))
-            np.add.at(self.pool.ref_count, ours, references[hits])
         misses = np.flatnonzero(new_ids < 0)
+        # Two of theirs may hold one content: one is cached, the other its owner's alone.
+        revived = self._revived(new_ids[hits])
+        self._require(len(misses) + len(revived))
+        self.evictor.remove(revived)
+        np.add.at(self.pool.ref_count, new_ids[hits], references[hits])
         fresh = self._take(len(misses))
         found, new_ids[misses] = new_ids[misses], fresh
         theirs = block_ids[misses]
