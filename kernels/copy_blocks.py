@@ -120,19 +120,20 @@ def copy_blocks(
     """
     num_blocks = check_caches(key_caches, value_caches)
     pairs = check_pairs("block_mapping", block_mapping, num_blocks, num_blocks)
-    copy_within([*key_caches, *value_caches], pairs)
+    caches = [*key_caches, *value_caches]
+    copy_within(CopyPlan(caches, caches), pairs)
 
 
-def copy_within(caches: Sequence[torch.Tensor], pairs: np.ndarray) -> None:
-    """Copy checked pairs, int64 [n, 2], within each cache, all sources read first."""
+def copy_within(plan: CopyPlan, pairs: np.ndarray) -> None:
+    """Copy checked pairs, int64 [n, 2], within each tensor of a plan, all sources read first."""
     pairs = pairs[pairs[:, 0] != pairs[:, 1]]
     overwritten = np.isin(pairs[:, 0], pairs[:, 1])
     if not overwritten.any():
-        launch_copies(caches, caches, pairs)
+        plan.run(pairs)
         return
-    stage = StagedBlocks(caches, pairs[overwritten, 0], caches[0].device)
-    launch_copies(caches, caches, pairs[~overwritten])
-    stage.copy_to(caches, pairs[overwritten, 1])
+    staged = StagedBlocks(plan.sources, pairs[overwritten, 0], plan.device)
+    plan.run(pairs[~overwritten])
+    staged.copy_to(plan.destinations, pairs[overwritten, 1])
 
 
 class StagedBlocks:
@@ -149,11 +150,12 @@ class StagedBlocks:
             torch.empty((len(distinct), *cache.shape[1:]), dtype=cache.dtype, device=device)
             for cache in caches
         ]
-        launch_copies(caches, self._blocks, np.stack([distinct, np.arange(len(distinct))], axis=1))
+        rows = np.arange(len(distinct))
+        CopyPlan(caches, self._blocks).run(np.stack([distinct, rows], axis=1))
 
     def copy_to(self, caches: Sequence[torch.Tensor], destinations: np.ndarray) -> None:
         """Write the i-th staged block to block destinations[i] of each cache."""
-        launch_copies(self._blocks, caches, np.stack([self._rows, destinations], axis=1))
+        CopyPlan(self._blocks, caches).run(np.stack([self._rows, destinations], axis=1))
 
 
 class _Geometry(NamedTuple):
@@ -167,61 +169,75 @@ class _Geometry(NamedTuple):
     num_heads: int
 
 
-def launch_copies(
-    sources: Sequence[torch.Tensor],
-    destinations: Sequence[torch.Tensor],
-    pairs: np.ndarray | torch.Tensor,
-) -> None:
-    """Copy checked pairs, int64 [n, 2], from each source tensor to the destination beside it.
+class CopyPlan:
+    """How blocks get from each source tensor to the destination beside it: made once, run often.
 
-    Pairs in a numpy array are uploaded; a tensor is used where it is. No destination may be a
-    source as well: programs run in any order.
+    Attributes:
+        sources, destinations: the tensors, which have to stay where they are.
+        device: the GPU that copies, or the CPU.
+
+    Raises:
+        ValueError: for tensors that no one device can reach.
     """
-    if not len(pairs):
-        return
-    device = launch_device([*sources, *destinations])
-    on_device = pairs if isinstance(pairs, torch.Tensor) else to_device(pairs, device)
-    groups: dict[_Geometry, list[tuple[int, int]]] = {}
-    for source, destination in zip(sources, destinations, strict=True):
-        if source[0].numel():
-            addresses = (source.data_ptr(), destination.data_ptr())
-            groups.setdefault(_geometry(source, destination), []).append(addresses)
-    for geometry, addresses in groups.items():
-        _launch_group(geometry, addresses, on_device, device)
 
+    def __init__(
+        self, sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor]
+    ) -> None:
+        self.sources = sources
+        self.destinations = destinations
+        self.device = launch_device([*sources, *destinations])
+        self._groups: dict[_Geometry, list[tuple[int, int]]] = {}
+        for source, destination in zip(sources, destinations, strict=True):
+            if source.numel() and destination.numel():
+                addresses = (source.data_ptr(), destination.data_ptr())
+                geometry = _geometry(
+                    source.element_size(),
+                    source.shape[1:],
+                    source.stride(),
+                    destination.stride(),
+                    math.gcd(16, *addresses),
+                )
+                self._groups.setdefault(geometry, []).append(addresses)
 
-def _launch_group(
-    geometry: _Geometry,
-    addresses: list[tuple[int, int]],
-    pairs: torch.Tensor,
-    device: torch.device,
-) -> None:
-    word_bytes = min(4, geometry.unit_bytes)
-    unit_words = geometry.unit_bytes // word_bytes
-    block_words = geometry.block_units * unit_words
-    tile_words = copy_tile(word_bytes, block_words)
-    src_addresses, dst_addresses = (
-        address_table(table, device) for table in zip(*addresses, strict=True)
-    )
-    launch(
-        copy_blocks_kernel,
-        copy_grid(len(pairs), len(addresses), block_words, tile_words),
-        src_addresses,
-        dst_addresses,
-        pairs,
-        *geometry.strides,
-        geometry.block_units,
-        geometry.head_units,
-        geometry.num_heads,
-        len(addresses),
-        cdiv(block_words, tile_words),
-        WORD=WORDS[word_bytes],
-        WORD_BYTES=word_bytes,
-        UNIT_WORDS=unit_words,
-        FLAT=geometry.flat,
-        TILE_WORDS=tile_words,
-        num_warps=4,
-    )
+    def run(self, pairs: np.ndarray | torch.Tensor) -> None:
+        """Copy checked pairs, int64 [n, 2]; an array is uploaded, a tensor used where it is.
+
+        No destination may be a source as well: programs run in any order.
+        """
+        if not len(pairs):
+            return
+        if not isinstance(pairs, torch.Tensor):
+            pairs = to_device(pairs, self.device)
+        for geometry, addresses in self._groups.items():
+            self._launch(geometry, addresses, pairs)
+
+    def _launch(
+        self, geometry: _Geometry, addresses: list[tuple[int, int]], pairs: torch.Tensor
+    ) -> None:
+        word_bytes = min(4, geometry.unit_bytes)
+        unit_words = geometry.unit_bytes // word_bytes
+        block_words = geometry.block_units * unit_words
+        tile_words = copy_tile(word_bytes, block_words)
+        src_addresses, dst_addresses = zip(*addresses, strict=True)
+        launch(
+            copy_blocks_kernel,
+            copy_grid(len(pairs), len(addresses), block_words, tile_words),
+            address_table(src_addresses, self.device),
+            address_table(dst_addresses, self.device),
+            pairs,
+            *geometry.strides,
+            geometry.block_units,
+            geometry.head_units,
+            geometry.num_heads,
+            len(addresses),
+            cdiv(block_words, tile_words),
+            WORD=WORDS[word_bytes],
+            WORD_BYTES=word_bytes,
+            UNIT_WORDS=unit_words,
+            FLAT=geometry.flat,
+            TILE_WORDS=tile_words,
+            num_warps=4,
+        )
 
 
 def copy_grid(
@@ -231,28 +247,36 @@ def copy_grid(
     return (num_pairs * num_tensors * cdiv(block_words, tile_words),)
 
 
-def _geometry(source: torch.Tensor, destination: torch.Tensor) -> _Geometry:
-    size = source.element_size()
-    num_heads, head_size = source.shape[2:]
-    flat = _is_dense(source) and source.stride()[1:] == destination.stride()[1:]
-    strides = [stride * size for stride in (*source.stride()[:3], *destination.stride()[:3])]
-    run = source[0].numel() * size if flat else head_size * size
-    used = [strides[0], strides[3]] if flat else strides
-    unit_bytes = math.gcd(16, run, source.data_ptr(), destination.data_ptr(), *used)
+@lru_cache(maxsize=256)
+def _geometry(
+    element_size: int,
+    block_shape: tuple[int, ...],  # block size, heads, head size
+    src_strides: tuple[int, ...],  # block, token, head, element
+    dst_strides: tuple[int, ...],
+    alignment: int,  # of both addresses, at most 16 bytes
+) -> _Geometry:
+    num_heads, head_size = block_shape[1:]
+    block_bytes = math.prod(block_shape) * element_size
+    head_bytes = head_size * element_size
+    flat = _is_dense(block_shape, src_strides[1:]) and src_strides[1:] == dst_strides[1:]
+    strides = [stride * element_size for stride in (*src_strides[:3], *dst_strides[:3])]
+    # A block that is one run is copied as such; else the smallest runs are heads.
+    steps = [block_bytes, strides[0], strides[3]] if flat else [head_bytes, *strides]
+    unit_bytes = math.gcd(alignment, *steps)
     return _Geometry(
         unit_bytes,
         flat,
         tuple(stride // unit_bytes for stride in strides),
-        source[0].numel() * size // unit_bytes,
-        head_size * size // unit_bytes,
+        block_bytes // unit_bytes,
+        head_bytes // unit_bytes,
         num_heads,
     )
 
 
-def _is_dense(cache: torch.Tensor) -> bool:
+def _is_dense(block_shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     """True if a block is one run of memory, whatever the order of its axes."""
     expected = 1
-    for stride, size in sorted(zip(cache.stride()[1:], cache.shape[1:], strict=True)):
+    for stride, size in sorted(zip(strides, block_shape, strict=True)):
         if size > 1:
             if stride != expected:
                 return False
@@ -289,7 +313,7 @@ def launch_device(tensors: Sequence[torch.Tensor]) -> torch.device:
     if len(devices) > 1:
         raise ValueError(f"tensors on {devices[0]} and {devices[1]}: one device is expected")
     for tensor in tensors:
-        if tensor.device.type == "cpu" and not tensor.is_pinned():
+        if tensor.device.type == "cpu" and tensor.numel() and not tensor.is_pinned():
             raise ValueError(f"host memory beside tensors on {devices[0]} has to be pinned")
     return devices[0]
 
@@ -303,23 +327,33 @@ def check_blocks(name: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     if not len(tensors):
         raise ValueError(f"{name} holds no tensor")
     first = tensors[0]
+    if first.ndim != 4:
+        raise ValueError(
+            f"{name}[0] has shape {list(first.shape)}; expected 4 axes: "
+            "[num_blocks, block_size, num_kv_heads, head_size]"
+        )
+    shape, dtype, device = first.shape, first.dtype, first.device
+    checked_strides = set()
     for index, tensor in enumerate(tensors):
         where = f"{name}[{index}]"
-        if tensor.ndim != 4:
-            raise ValueError(
-                f"{where} has shape {list(tensor.shape)}; expected 4 axes: "
-                "[num_blocks, block_size, num_kv_heads, head_size]"
-            )
-        for what in ("shape", "dtype", "device"):
-            if getattr(tensor, what) != getattr(first, what):
-                raise ValueError(
-                    f"{where} has {what} {getattr(tensor, what)}, {name}[0] {getattr(first, what)}"
-                )
-        if tensor.shape[3] > 1 and tensor.stride(3) != 1:
-            raise ValueError(f"{where} has strides {tensor.stride()}: the last one must be 1")
-        if any(n > 1 and s == 0 for n, s in zip(tensor.shape, tensor.stride(), strict=True)):
-            raise ValueError(f"{where} has strides {tensor.stride()}: elements overlap")
+        if tensor.shape != shape:
+            raise ValueError(f"{where} has shape {list(tensor.shape)}, {name}[0] {list(shape)}")
+        if tensor.dtype != dtype:
+            raise ValueError(f"{where} has dtype {tensor.dtype}, {name}[0] {dtype}")
+        if tensor.device != device:
+            raise ValueError(f"{where} has device {tensor.device}, {name}[0] {device}")
+        strides = tensor.stride()
+        if strides not in checked_strides:
+            _check_strides(where, shape, strides)
+            checked_strides.add(strides)
     return first
+
+
+def _check_strides(where: str, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
+    if shape[3] > 1 and strides[3] != 1:
+        raise ValueError(f"{where} has strides {strides}: the last one must be 1")
+    if any(size > 1 and stride == 0 for size, stride in zip(shape, strides, strict=True)):
+        raise ValueError(f"{where} has strides {strides}: elements overlap")
 
 
 def check_caches(key_caches: Sequence[torch.Tensor], value_caches: Sequence[torch.Tensor]) -> int:
@@ -403,6 +437,6 @@ def offline_cases() -> Iterator[OfflineCase]:
     yield OfflineCase(
         "copy_blocks",
         "fp16",
-        lambda: launch_copies([hnd], [nhd], np.array([(0, 1)])),
+        lambda: CopyPlan([hnd], [nhd]).run(np.array([(0, 1)])),
         "hnd-to-nhd",
     )

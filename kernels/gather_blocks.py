@@ -16,13 +16,13 @@ import numpy as np
 import torch
 
 from .copy_blocks import (
+    CopyPlan,
     Pairs,
     check_blocks,
     check_distinct,
     check_pairs,
     check_range,
     host_ids,
-    launch_copies,
     launch_device,
 )
 from .offline import DTYPES, OfflineCase
@@ -58,7 +58,7 @@ def gather_blocks(
         shape = (len(ids), *cache.shape[1:])
         out = [torch.empty(shape, dtype=cache.dtype, device=cache.device) for _ in caches]
     _check_match("out", out, "caches", caches, num_blocks=len(ids))
-    launch_copies(caches, out, np.stack([ids, np.arange(len(ids))], axis=1))
+    CopyPlan(caches, out).run(np.stack([ids, np.arange(len(ids))], axis=1))
     return list(out)
 
 
@@ -85,7 +85,7 @@ def scatter_blocks(
     ids = _check_ids("block_ids", block_ids, cache.shape[0])
     check_distinct("block_ids", ids)
     _check_match("blocks", blocks, "caches", caches, num_blocks=len(ids))
-    launch_copies(blocks, caches, np.stack([np.arange(len(ids)), ids], axis=1))
+    CopyPlan(blocks, caches).run(np.stack([np.arange(len(ids)), ids], axis=1))
 
 
 def swap_blocks(
@@ -111,7 +111,7 @@ def swap_blocks(
     num_destinations = check_blocks("destinations", destinations).shape[0]
     pairs = check_pairs("block_mapping", block_mapping, num_sources, num_destinations)
     _check_match("destinations", destinations, "sources", sources)
-    launch_copies(sources, destinations, pairs)
+    CopyPlan(sources, destinations).run(pairs)
 
 
 def _check_ids(name: str, block_ids: BlockIds, num_blocks: int) -> np.ndarray:

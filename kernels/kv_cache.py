@@ -17,13 +17,13 @@ import torch
 
 from . import reference
 from .copy_blocks import (
+    CopyPlan,
     Pairs,
     StagedBlocks,
     check_distinct,
     check_pairs,
     copy_blocks_kernel,
     copy_within,
-    launch_copies,
 )
 from .launch import is_interpreted
 
@@ -112,6 +112,9 @@ class KVCache:
                 key, value = _allocate(shape, head_sizes, layout, interleaved, options)
                 keys.append(key)
                 values.append(value)
+        self._within = CopyPlan(self._caches, self._caches)
+        self._to_host = CopyPlan(self._caches, self._host_caches)
+        self._from_host = CopyPlan(self._host_caches, self._caches)
 
     @property
     def num_bytes(self) -> int:
@@ -149,7 +152,7 @@ class KVCache:
             self._apply_reference(copies, swap_out, swap_in)
             return
         self._apply_swaps(swap_out, swap_in)
-        copy_within(self._caches, copies)
+        copy_within(self._within, copies)
 
     @property
     def _caches(self) -> list[torch.Tensor]:
@@ -168,10 +171,9 @@ class KVCache:
         taken = np.isin(swap_in[:, 0], swap_out[:, 1])
         staged = None
         if taken.any():
-            device = self.key_caches[0].device
-            staged = StagedBlocks(self._host_caches, swap_in[taken, 0], device)
-        launch_copies(self._caches, self._host_caches, swap_out)
-        launch_copies(self._host_caches, self._caches, swap_in[~taken])
+            staged = StagedBlocks(self._host_caches, swap_in[taken, 0], self._within.device)
+        self._to_host.run(swap_out)
+        self._from_host.run(swap_in[~taken])
         if staged is not None:
             staged.copy_to(self._caches, swap_in[taken, 1])
 

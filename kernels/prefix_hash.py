@@ -27,7 +27,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .copy_blocks import check_blocks, check_distinct, check_range, launch_copies, to_device
+from .copy_blocks import CopyPlan, check_blocks, check_distinct, check_range, to_device
 from .launch import (
     cdiv,
     check_devices,
@@ -518,7 +518,7 @@ def prefix_hash_gather(
     sources = tables.reshape(-1).long()
     rows = torch.arange(num_seqs * width, device=sources.device)
     blocks = [tensor.view(num_seqs * width, block_size, *shape[2:]) for tensor in out]
-    launch_copies(caches, blocks, torch.stack([sources, rows], dim=1))
+    CopyPlan(caches, blocks).run(torch.stack([sources, rows], dim=1))
     return GatheredPrefix(tables, lens, list(out))
 
 

@@ -13,7 +13,7 @@ import torch
 
 import kernels.copy_blocks as module
 from kernels import reference
-from kernels.copy_blocks import copy_blocks, copy_grid, launch_copies
+from kernels.copy_blocks import CopyPlan, copy_blocks, copy_grid
 from kernels.testing import guarded, is_poison, mutant, poisoned, traffic_meter
 
 ROOT = Path(__file__).parents[1]
@@ -272,8 +272,8 @@ MUTATIONS = {
         "src_word = (token * stride_src_head + head * stride_src_token)",
     ),
     "keys-only": (
-        "copy_within([*key_caches, *value_caches], pairs)",
-        "copy_within(key_caches, pairs)",
+        "caches = [*key_caches, *value_caches]",
+        "caches = [*key_caches]",
     ),
     "not-staged": ("if not overwritten.any():", "if True:"),
     "pair-reversed": (
@@ -373,9 +373,9 @@ def test_the_mapping_is_not_reused_while_a_copy_is_in_flight() -> None:
     assert (value == 2.0).all()
 
 
-def test_launch_copies_changes_the_layout_on_the_way() -> None:
+def test_a_plan_changes_the_layout_on_the_way() -> None:
     hnd, _ = in_layout("hnd", (4, 6, 2, 24), torch.float16, seed=0)
     nhd = poisoned(4, 6, 2, 24, dtype=torch.float16, device=DEVICE)
-    launch_copies([hnd], [nhd], np.array([(0, 3), (2, 1)]))
+    CopyPlan([hnd], [nhd]).run(np.array([(0, 3), (2, 1)]))
     assert torch.equal(bits(nhd[[3, 1]]), bits(hnd[[0, 2]]))
     assert is_poison(nhd[[0, 2]]).all()

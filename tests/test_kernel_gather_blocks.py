@@ -171,16 +171,16 @@ def test_gather_and_scatter_move_twice_the_block_bytes(layout: str) -> None:
 
 MUTATIONS = {
     "gather-reversed": (
-        "launch_copies(caches, out, np.stack([ids, np.arange(len(ids))], axis=1))",
-        "launch_copies(caches, out, np.stack([ids, np.arange(len(ids))[::-1]], axis=1))",
+        "CopyPlan(caches, out).run(np.stack([ids, np.arange(len(ids))], axis=1))",
+        "CopyPlan(caches, out).run(np.stack([ids, np.arange(len(ids))[::-1]], axis=1))",
     ),
     "scatter-drops-one": (
-        "launch_copies(blocks, caches, np.stack([np.arange(len(ids)), ids], axis=1))",
-        "launch_copies(blocks, caches, np.stack([np.arange(len(ids)), ids], axis=1)[1:])",
+        "CopyPlan(blocks, caches).run(np.stack([np.arange(len(ids)), ids], axis=1))",
+        "CopyPlan(blocks, caches).run(np.stack([np.arange(len(ids)), ids], axis=1)[1:])",
     ),
     "swap-first-layer-only": (
-        "launch_copies(sources, destinations, pairs)",
-        "launch_copies(sources[:1], destinations[:1], pairs)",
+        "CopyPlan(sources, destinations).run(pairs)",
+        "CopyPlan(sources[:1], destinations[:1]).run(pairs)",
     ),
 }
 

@@ -196,19 +196,17 @@ def test_bad_sizes_are_refused() -> None:
 
 MUTATIONS = {
     "copies-before-swaps": (
-        "        self._apply_swaps(swap_out, swap_in)\n        copy_within(self._caches, copies)\n",
-        "        copy_within(self._caches, copies)\n        self._apply_swaps(swap_out, swap_in)\n",
+        "        self._apply_swaps(swap_out, swap_in)\n        copy_within(self._within, copies)\n",
+        "        copy_within(self._within, copies)\n        self._apply_swaps(swap_out, swap_in)\n",
     ),
     "host-not-staged": ("if taken.any():", "taken[:] = False\n        if taken.any():"),
     "keys-only-swapped": (
-        "launch_copies(self._caches, self._host_caches, swap_out)",
-        "launch_copies(self.key_caches, self.host_key_caches, swap_out)",
+        "self._to_host = CopyPlan(self._caches, self._host_caches)",
+        "self._to_host = CopyPlan(self.key_caches, self.host_key_caches)",
     ),
     "swap-in-before-swap-out": (
-        "        launch_copies(self._caches, self._host_caches, swap_out)\n"
-        "        launch_copies(self._host_caches, self._caches, swap_in[~taken])\n",
-        "        launch_copies(self._host_caches, self._caches, swap_in[~taken])\n"
-        "        launch_copies(self._caches, self._host_caches, swap_out)\n",
+        "        self._to_host.run(swap_out)\n        self._from_host.run(swap_in[~taken])\n",
+        "        self._from_host.run(swap_in[~taken])\n        self._to_host.run(swap_out)\n",
     ),
 }
 
