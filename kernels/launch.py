@@ -86,6 +86,7 @@ class Launch:
 @dataclass
 class _Recording:
     target: Target
+    integer: int | None
     launches: list[Launch]
 
 
@@ -93,9 +94,12 @@ _recording: ContextVar[_Recording | None] = ContextVar("_recording", default=Non
 
 
 @contextmanager
-def record_launches(target: Target) -> Iterator[list[Launch]]:
-    """Collect launches instead of making them, with tiles as chosen for `target`."""
-    token = _recording.set(_Recording(target, []))
+def record_launches(target: Target, integer: int | None = None) -> Iterator[list[Launch]]:
+    """Collect launches instead of making them, with tiles as chosen for `target`.
+
+    With `integer`, tiles are chosen as if every stride were that number.
+    """
+    token = _recording.set(_Recording(target, integer, []))
     try:
         yield _recording.get().launches
     finally:
@@ -121,6 +125,14 @@ def _gpu_target(index: int) -> Target:
     arch = properties.major * 10 + properties.minor
     shared_memory = properties.shared_memory_per_block_optin
     return Target(f"sm_{arch}", "cuda", arch, shared_memory, properties.multi_processor_count)
+
+
+def are_strides_aligned(*tensors: torch.Tensor) -> bool:
+    """True if 16 divides every stride but the last, which is when Triton loads 16 bytes at once."""
+    recording = _recording.get()
+    if recording is not None and recording.integer is not None:
+        return recording.integer % 16 == 0
+    return all(stride % 16 == 0 for tensor in tensors for stride in tensor.stride()[:-1])
 
 
 def is_interpreted(kernel: Any) -> bool:
@@ -232,24 +244,89 @@ def head_tiles(head_size: int) -> tuple[int, int]:
     return (main, tail) if main + tail < whole else (whole, 0)
 
 
+# (tile_m, tile_n, num_warps, num_stages) of paged attention for heads of up to so many lanes, for
+# decode and for longer queries. Measured with `python -m kernels.offline --extra`: the largest that
+# spill nothing on any target of the backend, with every option of the call in use.
+Tile = tuple[int, int, int, int]
+_ATTENTION_TILES: dict[tuple[str, str], list[tuple[int, Tile, Tile]]] = {
+    ("cuda", "16-bit"): [
+        (128, (16, 64, 2, 3), (64, 32, 4, 3)),
+        (192, (16, 64, 4, 3), (64, 32, 4, 3)),
+        (256, (16, 64, 4, 3), (64, 32, 8, 2)),
+        (576, (16, 16, 8, 2), (16, 16, 8, 2)),
+    ],
+    ("cuda", "fp8 cache"): [
+        (64, (16, 64, 2, 3), (64, 64, 4, 3)),
+        (128, (16, 64, 2, 3), (64, 32, 4, 3)),
+        (256, (16, 64, 4, 3), (32, 32, 8, 2)),
+        (576, (16, 32, 8, 2), (32, 32, 8, 2)),
+    ],
+    ("cuda", "32-bit"): [
+        (64, (16, 32, 4, 3), (64, 32, 8, 2)),
+        (128, (16, 32, 8, 2), (32, 32, 8, 2)),
+        (256, (16, 32, 8, 2), (16, 16, 8, 2)),
+        (576, (8, 16, 8, 1), (8, 16, 8, 1)),
+    ],
+    ("hip", "16-bit"): [
+        (192, (16, 64, 4, 2), (64, 32, 4, 2)),
+        (256, (16, 32, 4, 2), (64, 32, 4, 2)),
+        (576, (16, 32, 4, 1), (32, 32, 4, 1)),
+    ],
+    ("hip", "fp8 cache"): [
+        (256, (16, 64, 4, 2), (64, 32, 4, 2)),
+        (576, (16, 32, 4, 2), (16, 16, 8, 1)),
+    ],
+    ("hip", "32-bit"): [
+        (128, (16, 32, 4, 2), (32, 32, 4, 1)),
+        (256, (16, 32, 4, 1), (32, 32, 4, 1)),
+        (576, (16, 16, 4, 1), (16, 16, 4, 1)),
+    ],
+}
+
+# Strides that 16 doesn't divide: elements come one by one, through registers.
+_UNALIGNED_TILES: list[tuple[int, Tile, Tile]] = [
+    (256, (16, 16, 4, 1), (16, 16, 8, 1)),
+    (576, (16, 16, 8, 1), (16, 16, 8, 1)),
+]
+
+# The interpreter pays for each operation, not for each element.
+_INTERPRETER_TILES: list[tuple[int, Tile, Tile]] = [(576, (16, 64, 1, 1), (64, 64, 1, 1))]
+
+
 def attention_tiles(
-    target: Target, head_size: int, group: int, cache_bytes: int, query_bytes: int, *, decode: bool
+    target: Target,
+    head_size: int,
+    group: int,
+    cache_bytes: int,
+    query_bytes: int,
+    *,
+    decode: bool,
+    aligned: bool,
 ) -> AttentionTiles:
-    """The tiles of paged attention for `group` query heads a KV head."""
+    """The tiles of paged attention for `group` query heads a KV head.
+
+    `aligned` says whether 16 divides the cache's strides, `decode` that queries are one token.
+    """
+    kind = "32-bit" if query_bytes == 4 else {1: "fp8 cache", 2: "16-bit"}[cache_bytes]
+    if target is INTERPRETER:
+        rows = _INTERPRETER_TILES
+    else:
+        rows = _ATTENTION_TILES[target.backend, kind] if aligned else _UNALIGNED_TILES
+    decode_tile, prefill_tile = next(tiles for most, *tiles in rows if head_size <= most)
+    # Decode of more heads than its tile has rows is no different from a longer query.
+    small = decode and group <= decode_tile[0]
+    tile_m, tile_n, num_warps, num_stages = decode_tile if small else prefill_tile
+    tile_h = min(group, tile_m)
     tile_d, tile_t = head_tiles(head_size)
-    tile_h = min(group, 64)
-    tile_m = max(16, next_power_of_2(tile_h))
-    if not decode:
-        tile_m = max(tile_m, 64)
     return AttentionTiles(
         tile_m=tile_m,
         tile_q=1 if decode else tile_m // tile_h,
         tile_h=tile_h,
-        tile_n=64,
+        tile_n=tile_n,
         tile_d=tile_d,
         tile_t=tile_t,
-        num_warps=2 if decode else 4,
-        num_stages=3,
+        num_warps=num_warps,
+        num_stages=num_stages,
     )
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 import json
 import os
 import re
@@ -59,6 +60,7 @@ class OfflineCase:
     """A call of a launcher that compiles one or more kernels.
 
     `dtype` is a key of CASE_DTYPES: the cache's, or the data's where there is no cache.
+    `extra` cases are more sizes and options of a kernel that other cases compile already.
     `tokens_per_iteration` is the number of KV tokens that one turn of the main loop handles.
     """
 
@@ -67,6 +69,7 @@ class OfflineCase:
     run: Callable[[], Any]
     config: str = ""
     tokens_per_iteration: int | None = None
+    extra: bool = False
 
 
 @dataclass(frozen=True)
@@ -101,9 +104,19 @@ def offline_cases(kernel: str = "", dtype: str = "", config: str = "") -> Iterat
                 yield case
 
 
+def covering(cases: list[OfflineCase]) -> Iterator[tuple[OfflineCase, int]]:
+    """(case, integer) so that all cases occur, and all integers with each kernel and dtype."""
+    groups: dict[tuple[str, str], list[OfflineCase]] = {}
+    for case in cases:
+        groups.setdefault((case.kernel, case.dtype), []).append(case)
+    for group in groups.values():
+        for index in range(max(len(group), len(INTEGER_VALUES))):
+            yield group[index % len(group)], INTEGER_VALUES[index % len(INTEGER_VALUES)]
+
+
 def compile_case(case: OfflineCase, target: Target, integer: int | None = None) -> list[Report]:
     """Compile what `case` launches for `target`, every integer argument as if it were `integer`."""
-    with record_launches(target) as launches:
+    with record_launches(target, integer) as launches:
         case.run()
     return [compile_launch(launch, case, target, integer) for launch in launches]
 
@@ -289,19 +302,34 @@ def main() -> None:
     parser.add_argument("--kernel", default="")
     parser.add_argument("--dtype", default="", choices=["", *CASE_DTYPES])
     parser.add_argument("--config", default="")
-    parser.add_argument("--integers", default="", help="comma-separated: 1,16,17")
+    parser.add_argument(
+        "--integers",
+        default="",
+        help="compile as if all integers were 1, 16 or 17 (comma-separated), or `covering`: each "
+        "case with one of them, each kernel and dtype with all; without it, as launched",
+    )
+    parser.add_argument("--extra", action="store_true", help="the further sizes and options")
+    parser.add_argument("--part", default="0/1", help="0/6 to 5/6: a sixth of the compilations")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    integers = [int(value) for value in options.integers.split(",") if value] or [None]
-    rows = [
-        asdict(report)
-        for target in TARGETS.values()
-        if options.target in ("", target.name)
-        for case in offline_cases(options.kernel, options.dtype, options.config)
-        if target.supports(CASE_DTYPES[case.dtype])
-        for integer in integers
-        for report in compile_case(case, target, integer)
-    ]
+    rows = []
+    for target in TARGETS.values():
+        if options.target not in ("", target.name):
+            continue
+        cases = [
+            case
+            for case in offline_cases(options.kernel, options.dtype, options.config)
+            if target.supports(CASE_DTYPES[case.dtype])
+        ]
+        cases = [case for case in cases if case.extra == options.extra]
+        if options.integers == "covering":
+            chosen = list(covering(cases))
+        else:
+            integers = [int(value) for value in options.integers.split(",") if value] or [None]
+            chosen = list(itertools.product(cases, integers))
+        part, parts = map(int, options.part.split("/"))
+        for case, integer in chosen[part::parts]:
+            rows += [asdict(report) for report in compile_case(case, target, integer)]
     if options.json:
         print(json.dumps(rows))
     elif rows:

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 
 from .launch import (
+    are_strides_aligned,
     attention_tiles,
     cdiv,
     check_devices,
@@ -374,6 +375,7 @@ def paged_attention(
         key_cache.dtype.itemsize,
         query.dtype.itemsize,
         decode=max_query_len == 1 or (max_query_len is None and num_tokens == num_seqs),
+        aligned=are_strides_aligned(key_cache, value_cache),
     )
     one_tile = max_query_len is not None and max_query_len <= tiles.tile_q
     grid_tiles = num_seqs if one_tile else num_tokens // tiles.tile_q + num_seqs
@@ -512,22 +514,35 @@ def _dot_dtype(dtype: torch.dtype, interpreted: bool) -> tl.dtype:
 
 
 def offline_cases() -> Iterator[OfflineCase]:
-    """Decode and prefill in every cache dtype, the features, the largest heads, odd blocks."""
+    """Decode and prefill in every cache dtype; as extra other head sizes, with all options."""
     for name, dtype in DTYPES.items():
-        for config, options in _OFFLINE_CONFIGS.items():
+        for config, query_len in (("decode", 1), ("prefill", 64)):
             yield OfflineCase(
                 "paged_attention",
                 name,
-                lambda dtype=dtype, options=options: _example(dtype, **options),
+                lambda dtype=dtype, query_len=query_len: _example(dtype, query_len),
                 config,
                 tokens_per_iteration=64 if config == "decode" else None,
             )
-
-
-_OFFLINE_CONFIGS = {
-    "decode": {"query_len": 1},
-    "prefill": {"query_len": 64},
-}
+    options = {
+        "softcap": 30.0,
+        "sliding_window": 100,
+        "alibi_slopes": torch.zeros(32),
+        "sinks": torch.zeros(32),
+        "return_lse": True,
+    }
+    for head_size in (64, 80, 128, 192, 256, 576):
+        for name in ("bf16", "fp32", "fp8e5m2"):
+            for config, query_len in (("decode", 1), ("prefill", 64)):
+                yield OfflineCase(
+                    "paged_attention",
+                    name,
+                    lambda dtype=DTYPES[name], query_len=query_len, head_size=head_size: _example(
+                        dtype, query_len, head_size=head_size, **options
+                    ),
+                    f"{config}-d{head_size}",
+                    extra=True,
+                )
 
 
 def _example(

@@ -99,6 +99,45 @@ def test_the_grid_names_every_value() -> None:
     assert len(rows) < 80
 
 
+SHIPPED = sorted(
+    {
+        (target.name, head_size, dtype, aligned)
+        for target in launch.TARGETS.values()
+        for head_size in (64, 128, 192, 256, 576)
+        for dtype in ("fp32", "fp16")
+        for aligned in (True, False)
+    }
+)
+
+
+def test_every_shipped_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tiles chosen for each GPU, one at a time: the interpreter by itself uses others (B18)."""
+    seen = set()
+    choose = launch.attention_tiles
+    for name, head_size, dtype, aligned in SHIPPED:
+        for query_len, group in ((1, 2), (1, 24), (5, 2)):
+            itemsize = DTYPES[dtype].itemsize
+            sizes = (head_size, group, itemsize, itemsize)
+            tiles = choose(launch.TARGETS[name], *sizes, decode=query_len == 1, aligned=aligned)
+            shape = (tiles.tile_m, tiles.tile_q, tiles.tile_h, tiles.tile_n, head_size > 256)
+            if shape in seen:
+                continue
+            seen.add(shape)
+            monkeypatch.setattr(
+                "kernels.paged_attention.attention_tiles", lambda *_, tiles=tiles, **__: tiles
+            )
+            inputs = inputs_of(
+                [70, 9],
+                [query_len] * 2,
+                num_heads=group,
+                num_kv_heads=1,
+                head_size=head_size,
+                dtype=DTYPES[dtype],
+            )
+            check_attention(paged_attention, inputs, max_query_len=query_len)
+    assert len(seen) > 10
+
+
 FEATURES = {
     "plain": {},
     "window1": {"sliding_window": 1},
@@ -285,12 +324,12 @@ def test_rows_past_the_batch_are_left_alone() -> None:
 
 def test_decode_and_chunks_equal_prefill() -> None:
     """The same rows whether computed at once, in chunks, or one by one."""
-    whole = inputs_of([75], [75])
+    whole = inputs_of([37], [37])
     prefill = attend(whole, sliding_window=20)
-    for chunk in (1, 7, 40):
+    for chunk in (1, 7, 20):
         rows = []
-        for start in range(0, 75, chunk):
-            end = min(start + chunk, 75)
+        for start in range(0, 37, chunk):
+            end = min(start + chunk, 37)
             part = replace(
                 whole,
                 query=whole.query[start:end],
