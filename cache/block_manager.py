@@ -12,7 +12,7 @@ from collections.abc import Sequence as ListOf
 
 import numpy as np
 
-from .content_hash import HashAlgorithm
+from .content_hash import HashAlgorithm, encode_extra_key
 from .cpu_gpu import CpuGpuBlockAllocator
 from .interfaces import AllocStatus, Device, SeqId, as_count, as_token_ids
 from .naive import NaiveBlockAllocator, Occupancy, SequencePlan
@@ -119,14 +119,15 @@ class BlockSpaceManager:
         Does not look at the watermark.
 
         Raises:
-            ValueError: if none is waiting, one has blocks already, or their prompts differ.
+            ValueError: if none is waiting, one has blocks already, or their prompts or extra keys
+                differ.
             NoFreeBlocksError: with nothing changed.
         """
         seqs = self._waiting(group)
         for seq in seqs:
             if seq.seq_id in self._row_of:
                 raise ValueError(f"sequence {seq.seq_id!r} has blocks already")
-            if seq is not seqs[0] and not np.array_equal(seq.token_ids, seqs[0].token_ids):
+            if seq is not seqs[0] and not _share_prompt(seq, seqs[0]):
                 raise ValueError(f"waiting sequences of request {group.request_id!r} differ")
         num_lookahead_slots = as_count("num_lookahead_slots", num_lookahead_slots, 0)
         root, hashes = self._hashes_of(seqs[0])
@@ -353,8 +354,18 @@ class BlockSpaceManager:
         return self.tables.block_ids(self._row(seq)).copy()
 
     def get_slot_mapping(self, seq: Sequence, start: int, end: int) -> np.ndarray:
-        """The slots of token positions start to end, int64; block_id * block_size + offset."""
-        return self.tables.slot_mapping(self._row(seq), start, end)
+        """The slots of token positions start to end, int64; block_id * block_size + offset.
+
+        Raises:
+            ValueError: for an unknown sequence, or positions that its blocks don't cover.
+        """
+        row = self._row(seq)
+        if not 0 <= start <= end <= self.tables.num_blocks[row] * self.block_size:
+            raise ValueError(
+                f"positions {start} to {end} are not within the "
+                f"{self.tables.num_blocks[row]} blocks of sequence {seq.seq_id!r}"
+            )
+        return self.tables.slot_mapping(row, start, end)
 
     def get_num_cached_tokens(self, seq: Sequence) -> int:
         """Tokens from the start that need not be computed, a multiple of block_size.
@@ -454,3 +465,9 @@ class BlockSpaceManager:
             raise ValueError(
                 f"cannot {verb} row {int(rows[wrong.argmax()])}: it is not on {device.name}"
             )
+
+
+def _share_prompt(one: Sequence, other: Sequence) -> bool:
+    return np.array_equal(one.token_ids, other.token_ids) and encode_extra_key(
+        one.extra_key
+    ) == encode_extra_key(other.extra_key)

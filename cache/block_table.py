@@ -344,7 +344,7 @@ class BlockTables:
         """
         allocator = self.allocators[Device.GPU]
         ends = (num_computed_slots + 2) // self.block_size - max_blocks
-        ends = np.minimum(ends, self.num_blocks[rows])
+        ends = np.minimum(ends, self.seq_lens[rows] // self.block_size)
         late = ends > self.num_null[rows]
         for row, end in zip(rows[late].tolist(), ends[late].tolist(), strict=True):
             start = self.num_null[row]
@@ -582,13 +582,21 @@ class BlockTable:
                 later query reads are given up.
 
         Raises:
-            ValueError: for a table that was freed, never allocated or swapped out.
+            ValueError: for a table that was freed, never allocated or swapped out, or for more
+                computed slots than tokens.
             NoFreeBlocksError: with nothing changed.
         """
         row = self._live_row()
         self._require_gpu(row)
         tokens = as_token_ids(token_ids)
         as_count("num_lookahead_slots", num_lookahead_slots, 0)
+        if num_computed_slots is not None:
+            as_count("num_computed_slots", num_computed_slots, 0)
+            if num_computed_slots > self.num_full_slots + len(tokens):
+                raise ValueError(
+                    f"num_computed_slots is {num_computed_slots}; the table has "
+                    f"{self.num_full_slots + len(tokens)} tokens"
+                )
         rows = np.array([row])
         self._tables.append(rows, tokens, np.array([len(tokens)]), num_lookahead_slots)
         if self._max_blocks is not None and num_computed_slots is not None:

@@ -39,7 +39,7 @@ class Sequence:
         prompt_token_ids: ListOf[int] | np.ndarray,
         extra_key: object = None,
     ) -> None:
-        prompt = as_token_ids(prompt_token_ids)
+        prompt = as_token_ids(prompt_token_ids).copy()
         if not len(prompt):
             raise ValueError(f"the prompt of sequence {seq_id!r} is empty")
         self.seq_id = seq_id
@@ -74,7 +74,7 @@ class Sequence:
 
     def fork(self, seq_id: SeqId | int) -> "Sequence":
         """Return a sequence with the same tokens, status and progress."""
-        child = Sequence(seq_id, self.token_ids.copy(), self.extra_key)
+        child = Sequence(seq_id, self.token_ids, self.extra_key)
         child.num_prompt_tokens = self.num_prompt_tokens
         child.num_computed_tokens = self.num_computed_tokens
         child.status = self.status
