@@ -133,7 +133,11 @@ def _run_length(holds, TILE_BLOCKS: tl.constexpr):
     return tl.min(tl.where(holds, TILE_BLOCKS, tl.arange(0, TILE_BLOCKS)), axis=0)
 
 
-@triton.jit(do_not_specialize=["stride_token_seq", "stride_hash_seq", "max_seq_len", "max_blocks"])
+# Prompts and results may be slices of larger tensors: their alignment must not compile anew.
+@triton.jit(
+    do_not_specialize=["stride_token_seq", "stride_hash_seq", "max_seq_len", "max_blocks"],
+    do_not_specialize_on_alignment=["token_ids", "seq_lens", "roots", "hashes"],
+)
 def hash_blocks_kernel(
     token_ids,  # int32 [num_seqs, max_seq_len]
     seq_lens,  # int32 [num_seqs]
@@ -176,7 +180,14 @@ def hash_blocks_kernel(
         "num_blocks",
         "num_buckets",
         "shift",
-    ]
+    ],
+    do_not_specialize_on_alignment=[
+        "token_ids",
+        "seq_lens",
+        "roots",
+        "block_tables",
+        "matched_lens",
+    ],
 )
 def match_prefix_kernel(
     token_ids,  # int32 [num_seqs, max_seq_len]

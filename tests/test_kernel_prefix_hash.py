@@ -647,14 +647,15 @@ with record_launches(target) as launches:
     for num_seqs, length, num_buckets, num_blocks in (
         (1, 1, 1, 1), (3, 17, 16, 16), (16, 16, 64, 17), (17, 4096, 2, 999), (256, 100, 1024, 64)
     ):
-        prompts = (
-            torch.empty(num_seqs, length, dtype=torch.int32),
-            torch.empty(num_seqs, dtype=torch.int32),
-            torch.empty(num_seqs, dtype=torch.int64),
-            torch.empty(17, dtype=torch.int64),
-        )
-        hash_blocks(*prompts, 16)
-        DevicePrefixIndex(num_buckets, num_blocks, 16, "cpu").match(*prompts)
+        for skip in (0, 1):
+            prompts = (
+                torch.empty(num_seqs + skip, length + skip, dtype=torch.int32)[skip:, skip:],
+                torch.empty(num_seqs + skip, dtype=torch.int32)[skip:],
+                torch.empty(num_seqs + skip, dtype=torch.int64)[skip:],
+                torch.empty(17, dtype=torch.int64),
+            )
+            hash_blocks(*prompts, 16)
+            DevicePrefixIndex(num_buckets, num_blocks, 16, "cpu").match(*prompts)
 keys = {name: {compile_key(x, target) for x in launches[i::2]} for i, name in enumerate("hm")}
 
 asm = []
@@ -666,7 +667,7 @@ print(json.dumps([{name: len(found) for name, found in keys.items()}, asm[0].asm
 
 
 def test_what_is_compiled() -> None:
-    """B17: one compilation serves all sizes; and the shifts of the hash are logical ones.
+    """B17: one compilation serves all sizes and slices; and the hash shifts logically.
 
     The interpreter follows numpy's types, the compiler Triton's: an arithmetic shift would show in
     the compiled kernel alone.
