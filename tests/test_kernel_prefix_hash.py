@@ -610,6 +610,26 @@ def test_70_000_sequences() -> None:
     assert torch.equal(lens, small[1].repeat(8_750))
 
 
+@pytest.mark.gpu
+def test_a_captured_match_follows_its_buffers() -> None:
+    """B20: nothing in a launch waits for the device or depends on what it holds."""
+    setting = make_setting(16, 40)
+    arguments = setting.arguments()
+    lens = arguments[1].clone()
+    want = match_prefix(*arguments)
+    table, matched = torch.empty_like(want.block_tables), torch.empty_like(want.matched_lens)
+    arguments[1].fill_(1)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        match_prefix(*arguments, block_tables=table, matched_lens=matched)
+    graph.replay()
+    assert not matched.any()
+    arguments[1].copy_(lens)
+    graph.replay()
+    assert torch.equal(table, want.block_tables)
+    assert torch.equal(matched, want.matched_lens)
+
+
 def check_far_pool_rows(match_module: ModuleType) -> None:
     """A pool whose rows lie 2^30 elements apart, with 2^31 untouched elements before them."""
     setting = make_setting(4, 3)
