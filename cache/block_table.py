@@ -694,8 +694,15 @@ class BlockTable:
             raise ValueError("a block table takes over standalone blocks only")
         if not all(block.is_full for block in blocks[:-1]):
             raise ValueError("all blocks of a table but the last must be full")
+        block_ids = np.array([block.block_id for block in blocks], dtype=np.int32)
+        depths = allocator.pool.depth[block_ids]
+        if (
+            any(block._allocator is not allocator for block in blocks)
+            or (depths != np.arange(len(blocks))).any()
+        ):
+            raise ValueError("the blocks of a table are one chain, from its first block on")
         row = self._tables.open_row(allocator.device, self._allocator.root(blocks[0]._extra_key))
-        self._tables.set_blocks(row, np.array([block.block_id for block in blocks], np.int32))
+        self._tables.set_blocks(row, block_ids)
         for block in blocks:
             block._read_only = True
         self._row = row

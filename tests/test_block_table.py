@@ -296,11 +296,17 @@ def test_a_table_refuses_other_blocks(allocator: CpuGpuBlockAllocator) -> None:
     behind = allocator.allocate_mutable(partial)
     freed = allocator.allocate_mutable(None)
     allocator.free(freed)
+    first = allocator.allocate_immutable(None, [9, 9, 9, 9])
+    second = allocator.allocate_immutable(first, [8, 8, 8, 8])
+    on_cpu = allocator.allocate_immutable(None, [9, 9, 9, 9], Device.CPU)
     before = snapshot(allocator)
     for blocks, message in (
         (table.blocks, "standalone"),
         ([freed], "standalone"),
         ([partial, behind], "must be full"),
+        ([second, first], "one chain"),
+        ([second], "one chain"),
+        ([first, on_cpu], "one chain"),
     ):
         with pytest.raises(ValueError, match=message):
             BlockTable(BLOCK_SIZE, allocator, _blocks=blocks)
