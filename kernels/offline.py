@@ -61,14 +61,15 @@ class OfflineCase:
 
     `dtype` is a key of CASE_DTYPES: the cache's, or the data's where there is no cache.
     `extra` cases are more sizes and options of a kernel that other cases compile already.
-    `tokens_per_iteration` is the number of KV tokens that one turn of the main loop handles.
+    `tokens_argument` names the constexpr that says how many KV tokens one turn of the main loop
+    handles.
     """
 
     kernel: str
     dtype: str
     run: Callable[[], Any]
     config: str = ""
-    tokens_per_iteration: int | None = None
+    tokens_argument: str | None = None
     extra: bool = False
 
 
@@ -175,9 +176,10 @@ def compile_launch(
     if target.backend == "hip":
         return Report(**named, **_read_amdgcn(compiled.asm["amdgcn"]))
     found = _read_cubin(compiled.asm["cubin"])
-    if case.tokens_per_iteration and found["loop_matrix_instructions"]:
+    tokens = launch.args.get(case.tokens_argument)
+    if tokens and found["loop_matrix_instructions"]:
         warp_instructions = found["loop_instructions"] * compiled.metadata.num_warps
-        found["instructions_per_token"] = warp_instructions / case.tokens_per_iteration
+        found["instructions_per_token"] = warp_instructions / tokens
     return Report(**named, **found)
 
 

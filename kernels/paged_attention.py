@@ -522,7 +522,7 @@ def offline_cases() -> Iterator[OfflineCase]:
                 name,
                 lambda dtype=dtype, query_len=query_len: _example(dtype, query_len),
                 config,
-                tokens_per_iteration=64 if config == "decode" else None,
+                tokens_argument="TILE_N",
             )
     options = {
         "softcap": 30.0,
@@ -541,6 +541,7 @@ def offline_cases() -> Iterator[OfflineCase]:
                         dtype, query_len, head_size=head_size, **options
                     ),
                     f"{config}-d{head_size}",
+                    tokens_argument="TILE_N",
                     extra=True,
                 )
 

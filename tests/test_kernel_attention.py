@@ -71,11 +71,12 @@ def test_matches_the_reference(row: tuple) -> None:
     lengths = [0, 1, block_size - 1, block_size, block_size + 1, 1000]
     if not HAS_GPU:
         # What the interpreter does in about a second: 1,000 keys of few heads, fewer of many.
-        work = num_heads * head_size * (8 if query_len == "full" else 1)
-        limit = max(70, min(1000, 10**6 // work))
-        lengths = sorted({min(length, max(limit, block_size + 1)) for length in lengths})
+        most = 8000 // num_heads
         if query_len == "full":
-            lengths = sorted({min(length, limit) for length in lengths})
+            most = int((10**6 / num_heads) ** 0.5)
+        elif block_size < 544 or num_heads <= 8:
+            most = max(most, block_size + 1)
+        lengths = sorted({min(length, most) for length in lengths})
     query_lens = [length if query_len == "full" else min(query_len, length) for length in lengths]
     if query_len == 1:
         # A sequence of length 0 still has a (padding) row.
