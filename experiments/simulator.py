@@ -132,7 +132,8 @@ class Simulator:
         self._num_seats = self._scheduler.max_num_seqs
         self._slots = _Slots(self._scheduler.max_num_seqs)
         self._decoding = _NO_SLOTS  # the slots of all running jobs, in their order
-        self._decoding_is_stale = False
+        self._prefilling: list[_Job] = []  # the running jobs without slots
+        self._running_changed = False
         self._num_moved_blocks = 0  # over PCIe, in this step
 
     def run(self, progress: bool = False) -> SimulationResult:
@@ -217,9 +218,9 @@ class Simulator:
         if chunks:
             for job, count in chunks:
                 job.num_computed += count
-            rows = np.r_[rows, [job.rows[0] for job, _ in chunks]]
-            context_lens = np.r_[context_lens, [job.num_computed for job, _ in chunks]]
-            query_lens = np.r_[query_lens, [count for _, count in chunks]]
+            rows = _extended(rows, [job.rows[0] for job, _ in chunks])
+            context_lens = _extended(context_lens, [job.num_computed for job, _ in chunks])
+            query_lens = _extended(query_lens, [count for _, count in chunks])
         seconds = self._roofline.swap_seconds(self._num_moved_blocks)
         if len(rows):
             seconds += self._roofline.step_seconds(query_lens, context_lens)
@@ -233,9 +234,9 @@ class Simulator:
                 self._finish_prefill(job)
 
     def _rows_in_use(self) -> np.ndarray:
-        self._refresh_decoding()
-        prefilling = [job.rows[0] for job in self._running if not job.is_decoding]
-        return np.r_[self._slots.rows[self._decoding], np.array(prefilling, dtype=np.int64)]
+        self._refresh()
+        rows = self._slots.rows[self._decoding]
+        return _extended(rows, [job.rows[0] for job in self._prefilling])
 
     # -- admission and prefill
 
@@ -297,12 +298,13 @@ class Simulator:
 
     def _enter(self, job: _Job) -> None:
         bisect.insort(self._running, job, key=lambda job: job.request.request_id)
+        self._running_changed = True
         self._num_seats -= len(job.samples)
 
     def _continue_prefills(self, budget: int, chunks: list[tuple[_Job, int]]) -> int:
         """Schedule the next chunks of prompts in work; returns what is left of the budget."""
-        for job in self._running:
-            if not job.is_decoding and budget > 0:
+        for job in self._prefilling:
+            if budget > 0:
                 count = min(budget, job.num_to_compute)
                 chunks.append((job, count))
                 budget -= count
@@ -329,18 +331,18 @@ class Simulator:
             self._slots.take(row, job.request.output_token_ids(sample), count)
             for sample, row, count in zip(job.samples, job.rows, num_generated, strict=True)
         ]
-        self._decoding_is_stale = True
+        self._running_changed = True
 
     def _stop_decoding(self, job: _Job) -> None:
         self._slots.give_back(job.slots)
         job.slots = []
-        self._decoding_is_stale = True
+        self._running_changed = True
 
     def _make_room_to_decode(self) -> bool:
         """Preempt until every decoding sequence can grow by a token; says whether any was."""
         has_preempted = False
         while True:
-            self._refresh_decoding()
+            self._refresh()
             rows = self._slots.rows[self._decoding]
             num_taken = self.manager.num_blocks_taken_by_append(rows)
             if num_taken <= self.manager.get_num_free_gpu_blocks():
@@ -356,11 +358,13 @@ class Simulator:
         tokens = self._slots.output_tokens[slots, self._slots.num_generated[slots] - 1]
         return slots, len(self.manager.append_slots_batch(self._slots.rows[slots], tokens))
 
-    def _refresh_decoding(self) -> None:
-        if self._decoding_is_stale:
+    def _refresh(self) -> None:
+        """Bring `_decoding` and `_prefilling` up to date with the running jobs."""
+        if self._running_changed:
             slots = [slot for job in self._running for slot in job.slots]
             self._decoding = np.array(slots, dtype=np.int64)
-            self._decoding_is_stale = False
+            self._prefilling = [job for job in self._running if not job.is_decoding]
+            self._running_changed = False
 
     def _finish_decodes(self, decoding: np.ndarray) -> None:
         """Note the tokens that a step sampled, and end the sequences that have all of theirs."""
@@ -386,7 +390,7 @@ class Simulator:
                 del parallel[i]
             self.metrics.sample_finished(job.record, self._now, num_output)
         self._num_seats += len(ended)
-        self._decoding_is_stale = True
+        self._running_changed = True
         if not job.samples:
             self._running.remove(job)
 
@@ -452,6 +456,10 @@ class Simulator:
                 _Job(job.request, samples, job.record, generated, computed, was_preempted=True)
             )
         self.metrics.recompute_preemptions += 1
+
+
+def _extended(array: np.ndarray, more: list[int]) -> np.ndarray:
+    return np.concatenate([array, np.array(more, dtype=np.int64)]) if more else array
 
 
 _NO_SLOTS = np.zeros(0, dtype=np.int64)
