@@ -1,0 +1,512 @@
+"""Continuous batching of a real model over the block manager.
+
+A step grows the running requests by a token each, brings swapped ones back, admits waiting ones,
+and computes all that in one forward pass: of a prompt only what is not cached. What the block
+manager answers is carried out as it comes: copies and swaps before the pass, marks after it.
+
+Requests are served in the order in which they came. When blocks run out, the last running request
+gives up its own, by swap if there is room on the CPU, else to be recomputed; tokens that were
+chosen are kept in either case.
+"""
+
+import bisect
+import time
+from collections.abc import Iterable
+from collections.abc import Sequence as ListOf
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from cache.block_manager import BlockSpaceManager
+from cache.copy_on_write import CopyOnWriteTracker
+from cache.interfaces import AllocStatus
+from cache.sequence import Sequence, SequenceGroup, SequenceStatus
+from kernels.kv_cache import KVCache
+
+from .config import InputError, Preemption
+from .decoding import Completion, Decoding, SamplingParams, start_decoding
+from .model_runner import ModelRunner, Span
+from .models import LoadedModel
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """How an engine schedules and stores; the cache's sizes are the block manager's.
+
+    Raises InputError for a value out of range.
+    """
+
+    block_size: int = 16
+    num_gpu_blocks: int = 256
+    num_cpu_blocks: int = 0
+    watermark: float = 0.0
+    enable_caching: bool = True
+    evictor: str = "lru"
+    hash_algorithm: str = "mix64"
+    kernels: str = "torch"
+    """The backend of every kernel: torch or triton."""
+    preemption: Preemption = Preemption.recompute
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 8192
+    """Tokens that a step may compute before it admits no more; prompts are cut to what is left."""
+    num_lookahead_slots: int = 0
+    """Slots kept for speculated tokens, of which this engine has none."""
+    fixed_shapes: bool = False
+    """Compute every sequence in a pass of its own, and prompts a block at a time. Products of
+    matrices of one shape round in one way, so the KV of a prompt is equal to the last bit whatever
+    was cached and whoever else runs. Slow."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens"):
+            if getattr(self, name) < 1:
+                raise InputError(f"{name}={getattr(self, name)}: expected at least 1")
+        if self.num_lookahead_slots < 0:
+            raise InputError(f"num_lookahead_slots={self.num_lookahead_slots}: expected at least 0")
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """What became of a request."""
+
+    request_id: int
+    completions: list[Completion]
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    """Prompt tokens that were found computed when it was first admitted."""
+    ttft_s: float
+    """From the moment it was added to its first token."""
+    e2e_s: float
+    """From the moment it was added to its last token."""
+
+
+@dataclass
+class EngineStats:
+    """Counts since the engine was made. Tokens are positions whose KV was computed."""
+
+    num_steps: int = 0
+    prompt_tokens_computed: int = 0
+    """Also those of prompts that were computed again after a preemption."""
+    prompt_tokens_skipped: int = 0
+    """Found in the cache, at every admission."""
+    generated_tokens_computed: int = 0
+    output_tokens: int = 0
+    copied_blocks: int = 0
+    swapped_out_blocks: int = 0
+    swapped_in_blocks: int = 0
+    preemptions_recompute: int = 0
+    preemptions_swap: int = 0
+    peak_blocks_in_use: int = 0
+    unshared_blocks_at_peak: int = 0
+    """What the sequences at that moment would hold if none shared a block."""
+
+
+@dataclass(eq=False)
+class _Job:
+    """A request in the engine.
+
+    While `is_forked`, there is one sequence a live path; before, one for what all of them start
+    with, `prefix`. A sequence holds the tokens that are computed or being computed.
+    """
+
+    request_id: int
+    prompt: list[int]
+    params: SamplingParams
+    decoding: Decoding
+    arrival_s: float
+    group: SequenceGroup | None = None
+    prefix: list[int] = field(default_factory=list)
+    is_forked: bool = False
+    logits: dict[int, torch.Tensor] = field(default_factory=dict)
+    """By index of the sequence, what the next token is chosen from, until all sequences have it."""
+    num_cached_tokens: int | None = None
+    first_token_s: float | None = None
+
+    @property
+    def seqs(self) -> list[Sequence]:
+        return self.group.seqs if self.group else []
+
+    def target(self, index: int) -> list[int]:
+        """All tokens that sequence `index` is to compute before the next token is chosen."""
+        if not self.is_forked:
+            return self.prefix
+        return self.prompt + self.decoding.live[index].token_ids
+
+    def common_prefix(self) -> list[int]:
+        """What the live paths share, so that where there are several each has a token beyond it."""
+        texts = [self.prompt + path.token_ids for path in self.decoding.live]
+        if len(texts) == 1:
+            return texts[0]
+        length = len(self.prompt)
+        while length < len(texts[0]) - 1 and len({text[length] for text in texts}) == 1:
+            length += 1
+        return texts[0][:length]
+
+
+class Engine:
+    """Serves requests with a model whose KV lies in blocks.
+
+    Attributes:
+        manager, kv_cache: which blocks, and what is in them.
+        stats: what happened so far.
+        occupancy: after each step, (seconds, blocks in use, evictable, free).
+    """
+
+    def __init__(self, loaded: LoadedModel, options: EngineOptions) -> None:
+        config = loaded.model.config
+        self.loaded = loaded
+        self.options = options
+        self.manager = BlockSpaceManager(
+            options.block_size,
+            options.num_gpu_blocks,
+            options.num_cpu_blocks,
+            options.watermark,
+            enable_caching=options.enable_caching,
+            evictor=options.evictor,
+            hash_algorithm=options.hash_algorithm,
+        )
+        self.kv_cache = KVCache(
+            config.num_hidden_layers,
+            options.num_gpu_blocks,
+            options.block_size,
+            config.num_key_value_heads,
+            loaded.head_size,
+            loaded.model.dtype,
+            loaded.model.device,
+            num_host_blocks=options.num_cpu_blocks,
+        )
+        self.runner = ModelRunner(loaded, self.manager, self.kv_cache, options.kernels)
+        self.stats = EngineStats()
+        self.occupancy: list[tuple[float, int, int, int]] = []
+        self._waiting: list[_Job] = []
+        self._running: list[_Job] = []
+        self._swapped: list[_Job] = []
+        self._outputs: dict[int, RequestOutput] = {}
+        self._num_requests = 0
+        self._num_seqs_made = 0
+        self._start_s = time.perf_counter()
+
+    # -- requests
+
+    def generate(
+        self,
+        prompts: Iterable[ListOf[int]],
+        params: SamplingParams | None = None,
+        progress: bool = False,
+    ) -> list[RequestOutput]:
+        """Add all prompts at once, run until they are finished; outputs are in their order."""
+        ids = [self.add_request(prompt, params) for prompt in prompts]
+        with tqdm(total=len(ids), unit="request", disable=None if progress else True) as bar:
+            while self.has_unfinished():
+                bar.update(len(self.step()))
+        return [self._outputs.pop(request_id) for request_id in ids]
+
+    def add_request(self, prompt: ListOf[int], params: SamplingParams | None = None) -> int:
+        """Queue a prompt and return its request id, which counts up from 0.
+
+        max_tokens is cut to what the model's context leaves.
+
+        Raises InputError for an empty prompt, one that leaves no room in the context, one with
+        tokens outside the vocabulary, or one that alone would not fit into the pool.
+        """
+        params = params or SamplingParams()
+        prompt = [int(token) for token in prompt]
+        context_len = self.loaded.context_len
+        vocab_size = self.loaded.model.config.vocab_size
+        if not prompt:
+            raise InputError("the prompt is empty: expected at least one token")
+        if len(prompt) >= context_len:
+            raise InputError(
+                f"the prompt has {len(prompt)} tokens: expected fewer than the context of "
+                f"{self.loaded.name}, which is {context_len}"
+            )
+        if min(prompt) < 0 or max(prompt) >= vocab_size:
+            wrong = next(token for token in prompt if not 0 <= token < vocab_size)
+            raise InputError(
+                f"the prompt has token {wrong}: {self.loaded.name} knows 0 to {vocab_size - 1}"
+            )
+        max_tokens = min(params.max_tokens, context_len - len(prompt))
+        params = SamplingParams(**{**vars(params), "max_tokens": max_tokens})
+        self._require_room(len(prompt), params)
+        job = _Job(self._num_requests, prompt, params, start_decoding(params), time.perf_counter())
+        self._num_requests += 1
+        self._waiting.append(job)
+        return job.request_id
+
+    def has_unfinished(self) -> bool:
+        """Whether any request is waiting, running or swapped out."""
+        return bool(self._waiting or self._running or self._swapped)
+
+    def _require_room(self, num_prompt_tokens: int, params: SamplingParams) -> None:
+        """Raise InputError unless the request, alone, can be served to its end."""
+        block_size, manager = self.options.block_size, self.manager
+        if params.width > self.options.max_num_seqs:
+            raise InputError(
+                f"the request needs {params.width} sequences: expected at most "
+                f"max_num_seqs={self.options.max_num_seqs}"
+            )
+        # The last token is never written. Several sequences share the prompt's full blocks.
+        num_slots = num_prompt_tokens + params.max_tokens - 1 + self.options.num_lookahead_slots
+        num_shared = num_prompt_tokens // block_size if params.width > 1 else 0
+        needed = num_shared + params.width * (-(-num_slots // block_size) - num_shared)
+        admitted = -(-(num_prompt_tokens + self.options.num_lookahead_slots) // block_size)
+        needed = max(needed, admitted + manager.watermark_blocks)
+        if needed > manager.get_num_total_gpu_blocks():
+            raise InputError(
+                f"a prompt of {num_prompt_tokens} tokens with {params.width} x "
+                f"{params.max_tokens} new ones needs {needed} blocks of {block_size} tokens: the "
+                f"pool has {manager.get_num_total_gpu_blocks()}"
+            )
+
+    # -- one step
+
+    def step(self) -> list[RequestOutput]:
+        """Schedule and compute one step; returns the requests that it finished."""
+        plan = _StepPlan(self.options.max_num_batched_tokens)
+        has_preempted = self._continue_running(plan)
+        if not has_preempted:
+            self._swap_in(plan)
+            self._admit(plan)
+        self.stats.copied_blocks += len(plan.copies)
+        self.kv_cache.apply(plan.copies.drain(), _pairs(plan.swap_out), _pairs(plan.swap_in))
+        self._compute(plan)
+        self._record_occupancy()
+        self.stats.num_steps += 1
+        finished = []
+        for job in dict.fromkeys(work.job for work in plan.work):
+            if len(job.logits) == len(job.seqs):
+                finished += self._advance(job)
+        return finished
+
+    def _continue_running(self, plan: "_StepPlan") -> bool:
+        """Schedule the running jobs, preempting from the end; says whether any was."""
+        has_preempted = False
+        for job in list(self._running):
+            if job not in self._running:
+                continue
+            self._feed(job)
+            while not self.manager.can_append_slots(job.group, self.options.num_lookahead_slots):
+                victim = self._running.pop()
+                self._preempt(victim, plan)
+                has_preempted = True
+                if victim is job:
+                    break
+            else:
+                self._schedule(job, plan)
+        return has_preempted
+
+    def _feed(self, job: _Job) -> None:
+        """Tell the sequences of a forked job of the tokens that this step computes."""
+        if not job.is_forked:
+            return
+        for index, seq in enumerate(job.seqs):
+            target = job.target(index)
+            end = self._chunk_end(seq.num_computed_tokens, len(target))
+            seq.append_token_ids(target[seq.num_tokens : end])
+
+    def _chunk_end(self, start: int, end: int) -> int:
+        """Where a chunk from `start` ends that is to reach `end`."""
+        if self.options.fixed_shapes:
+            size = self.options.block_size
+            return min(end, (start // size + 1) * size)
+        return min(end, start + self.options.max_num_batched_tokens)
+
+    def _schedule(self, job: _Job, plan: "_StepPlan") -> None:
+        """Take the slots of a job that has room, and plan what its sequences compute."""
+        for seq in job.seqs:
+            pairs = self.manager.append_slots(seq, self.options.num_lookahead_slots)
+            plan.copies.record(pairs[:, 0], pairs[:, 1])
+        for index, seq in enumerate(job.seqs):
+            start = seq.num_computed_tokens
+            end = seq.num_tokens if job.is_forked else self._chunk_end(start, seq.num_tokens)
+            # A token that was appended is computed in this step: others may share its block.
+            count = end - start if job.is_forked else min(end - start, plan.budget)
+            if self.options.fixed_shapes and count < end - start:
+                count = 0
+            if count > 0:
+                plan.add(job, index, Span(seq, start, count))
+
+    def _compute(self, plan: "_StepPlan") -> None:
+        """Run the model over the plan's spans, and note what is computed."""
+        if not plan.work:
+            return
+        if self.options.fixed_shapes:
+            # Longest first: who shares a block that fills in this step reads it afterwards.
+            plan.work.sort(key=lambda work: -work.span.count)
+            logits = torch.cat([self.runner.forward([work.span]) for work in plan.work])
+        else:
+            logits = self.runner.forward([work.span for work in plan.work])
+        rows = self.manager.rows_of([work.span.seq for work in plan.work])
+        ends = np.array([work.span.end for work in plan.work], dtype=np.int64)
+        self.manager.mark_blocks_as_computed_batch(rows, ends)
+        for (job, index, span), row in zip(plan.work, logits, strict=True):
+            span.seq.num_computed_tokens = span.end
+            if span.end == len(job.target(index)):
+                job.logits[index] = row
+            num_prompt = min(max(len(job.prompt) - span.start, 0), span.count)
+            self.stats.prompt_tokens_computed += num_prompt
+            self.stats.generated_tokens_computed += span.count - num_prompt
+
+    def _record_occupancy(self) -> None:
+        state = self.manager.get_gpu_occupancy()
+        now = time.perf_counter() - self._start_s
+        self.occupancy.append((now, state.num_in_use, state.num_evictable, state.num_free))
+        if state.num_in_use > self.stats.peak_blocks_in_use:
+            rows = self.manager.rows_of([seq for job in self._running for seq in job.seqs])
+            self.stats.peak_blocks_in_use = state.num_in_use
+            num_blocks = self.manager.tables.num_blocks[rows]
+            self.stats.unshared_blocks_at_peak = int(num_blocks.sum())
+
+    # -- admission
+
+    def _admit(self, plan: "_StepPlan") -> None:
+        while self._waiting and not self._swapped and plan.budget > 0:
+            job = self._waiting[0]
+            if job.params.width > self._num_free_seats():
+                return
+            if job.group is None:
+                job.prefix = job.common_prefix()
+                job.group = SequenceGroup(job.request_id, [self._new_sequence(job.prefix)])
+            status = self.manager.can_allocate(job.group, self.options.num_lookahead_slots)
+            # One that has grown may be refused for the watermark alone: in an idle pool it may run.
+            if status is not AllocStatus.OK and self._running:
+                return
+            self.manager.allocate(job.group, self.options.num_lookahead_slots)
+            self._waiting.pop(0)
+            seq = job.seqs[0]
+            seq.status = SequenceStatus.RUNNING
+            seq.num_computed_tokens = self.manager.get_num_cached_tokens(seq)
+            self.stats.prompt_tokens_skipped += min(seq.num_computed_tokens, len(job.prompt))
+            if job.num_cached_tokens is None:
+                job.num_cached_tokens = seq.num_computed_tokens
+            self._enter(job)
+            self._schedule(job, plan)
+
+    def _num_free_seats(self) -> int:
+        return self.options.max_num_seqs - sum(job.params.width for job in self._running)
+
+    def _enter(self, job: _Job) -> None:
+        bisect.insort(self._running, job, key=lambda job: job.request_id)
+
+    def _new_sequence(self, token_ids: ListOf[int]) -> Sequence:
+        self._num_seqs_made += 1
+        return Sequence(self._num_seqs_made, token_ids)
+
+    # -- what the logits lead to
+
+    def _advance(self, job: _Job) -> list[RequestOutput]:
+        """Choose the next tokens of a job whose sequences all have logits, or fork its paths."""
+        logits = torch.stack([job.logits[index] for index in range(len(job.seqs))])
+        job.logits = {}
+        if not job.is_forked and len(job.decoding.live) > 1:
+            # Recomputed: the tokens after the common prefix were chosen before.
+            self._follow(job, [0] * len(job.decoding.live))
+            return []
+        branches = job.decoding.advance(logits)
+        if job.first_token_s is None:
+            job.first_token_s = time.perf_counter()
+        self._follow(job, [branch.parent for branch in branches])
+        return [] if branches else [self._finish(job)]
+
+    def _follow(self, job: _Job, parents: list[int]) -> None:
+        """Give each live path a sequence: its parent's, or a fork of it; free those without one."""
+        old, new, seen = job.seqs, [], set()
+        for parent in parents:
+            seq = old[parent]
+            if parent in seen:
+                self._num_seqs_made += 1
+                child = seq.fork(self._num_seqs_made)
+                self.manager.fork(seq, child)
+                seq = child
+            seen.add(parent)
+            new.append(seq)
+        ended = [seq for index, seq in enumerate(old) if index not in seen]
+        self._free(ended)
+        job.group.seqs = new
+        job.is_forked = True
+
+    def _finish(self, job: _Job) -> RequestOutput:
+        self._running.remove(job)
+        now = time.perf_counter()
+        completions = job.decoding.completions()
+        output = RequestOutput(
+            job.request_id,
+            completions,
+            len(job.prompt),
+            job.num_cached_tokens,
+            job.first_token_s - job.arrival_s,
+            now - job.arrival_s,
+        )
+        self.stats.output_tokens += sum(len(c.token_ids) for c in completions)
+        self._outputs[job.request_id] = output
+        return output
+
+    def _free(self, seqs: list[Sequence]) -> None:
+        for seq in seqs:
+            self.manager.access_all_blocks_in_seq(seq, self.stats.num_steps)
+            seq.status = SequenceStatus.FINISHED
+        if seqs:
+            self.manager.free_many(seqs)
+
+    # -- preemption
+
+    def _preempt(self, job: _Job, plan: "_StepPlan") -> None:
+        """Take all GPU blocks from a job that is off the running ones already."""
+        by_swap = self.options.preemption is Preemption.swap
+        if by_swap and self.manager.can_swap_out(job.group):
+            pairs = self.manager.swap_out(job.group)
+            plan.swap_out.append(pairs)
+            self.stats.swapped_out_blocks += len(pairs)
+            self.stats.preemptions_swap += 1
+            bisect.insort(self._swapped, job, key=lambda job: job.request_id)
+            return
+        self._free(job.seqs)
+        job.group, job.is_forked, job.logits = None, False, {}
+        self.stats.preemptions_recompute += 1
+        bisect.insort(self._waiting, job, key=lambda job: job.request_id)
+
+    def _swap_in(self, plan: "_StepPlan") -> None:
+        while self._swapped and self._swapped[0].params.width <= self._num_free_seats():
+            job = self._swapped[0]
+            self._feed(job)
+            status = self.manager.can_swap_in(job.group, self.options.num_lookahead_slots)
+            if status is not AllocStatus.OK and self._running:
+                return
+            pairs = self.manager.swap_in(job.group)
+            plan.swap_in.append(pairs)
+            self.stats.swapped_in_blocks += len(pairs)
+            self._enter(self._swapped.pop(0))
+            self._schedule(job, plan)
+
+
+@dataclass(frozen=True)
+class _Work:
+    job: _Job
+    index: int
+    """Of the sequence in the job."""
+    span: Span
+
+    def __iter__(self):
+        return iter((self.job, self.index, self.span))
+
+
+class _StepPlan:
+    """What one step moves and computes."""
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        """Tokens that may still be scheduled."""
+        self.work: list[_Work] = []
+        # Sequences are appended one by one: their copies must make sense all at once.
+        self.copies = CopyOnWriteTracker()
+        self.swap_out: list[np.ndarray] = []
+        self.swap_in: list[np.ndarray] = []
+
+    def add(self, job: _Job, index: int, span: Span) -> None:
+        self.work.append(_Work(job, index, span))
+        self.budget -= span.count
+
+
+def _pairs(parts: list[np.ndarray]) -> np.ndarray:
+    return np.concatenate(parts) if parts else np.zeros((0, 2), dtype=np.int64)
