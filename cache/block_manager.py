@@ -14,6 +14,7 @@ import numpy as np
 
 from .content_hash import HashAlgorithm, encode_extra_key
 from .cpu_gpu import CpuGpuBlockAllocator
+from .evictor import EvictorChoice
 from .interfaces import AllocStatus, Device, SeqId, as_count, as_token_ids
 from .naive import NaiveBlockAllocator, Occupancy, SequencePlan
 from .prefix_caching import PrefixCachingBlockAllocator
@@ -35,6 +36,7 @@ class BlockSpaceManager:
         enable_caching: share full blocks with equal prefixes.
         evictor, hash_seed, hash_algorithm: for caching; see `make_evictor`, `ContentHasher`.
         track_index_changes: keep what a copy of the PrefixIndex on a GPU must be told.
+        reuse_uncached_first: for caching; see `PrefixCachingBlockAllocator`.
 
     Attributes:
         tables: the block tables of all sequences, as arrays; see `BlockTables`.
@@ -53,10 +55,11 @@ class BlockSpaceManager:
         sliding_window: int | None = None,
         enable_caching: bool = False,
         *,
-        evictor: str = "lru",
+        evictor: EvictorChoice = "lru",
         hash_seed: int | None = None,
         hash_algorithm: HashAlgorithm = "mix64",
         track_index_changes: bool = False,
+        reuse_uncached_first: bool = True,
     ) -> None:
         self.block_size = as_count("block_size", block_size, 1)
         num_gpu_blocks = as_count("num_gpu_blocks", num_gpu_blocks, 1)
@@ -83,6 +86,7 @@ class BlockSpaceManager:
             hash_algorithm=hash_algorithm,
             reserve_null_block=sliding_window is not None,
             track_index_changes=track_index_changes,
+            reuse_uncached_first=reuse_uncached_first,
         )
         self._gpu: NaiveBlockAllocator = self.allocator.allocator(Device.GPU)
         self.tables = self.allocator.tables

@@ -7,6 +7,7 @@ import numpy as np
 
 from .block_table import BlockTables, move_references
 from .content_hash import ContentHasher, HashAlgorithm
+from .evictor import EvictorChoice
 from .interfaces import Block, BlockAllocator, Device, as_count
 from .naive import NaiveBlockAllocator
 from .prefix_caching import PrefixCachingBlockAllocator
@@ -30,11 +31,12 @@ class CpuGpuBlockAllocator(BlockAllocator):
         num_cpu_blocks: int,
         block_size: int,
         *,
-        evictor: str = "lru",
+        evictor: EvictorChoice = "lru",
         hash_seed: int | None = None,
         hash_algorithm: HashAlgorithm = "mix64",
         reserve_null_block: bool = False,
         track_index_changes: bool = False,
+        reuse_uncached_first: bool = True,
     ) -> "CpuGpuBlockAllocator":
         """Return an allocator with two pools of one kind.
 
@@ -46,6 +48,7 @@ class CpuGpuBlockAllocator(BlockAllocator):
                 `ContentHasher`.
             reserve_null_block: keep GPU block 0 as the null block of a sliding window.
             track_index_changes: see `PrefixCachingBlockAllocator`; for the GPU.
+            reuse_uncached_first: likewise, for both devices.
 
         Raises:
             ValueError: for an unknown type, evictor or algorithm, or a count out of range.
@@ -65,9 +68,22 @@ class CpuGpuBlockAllocator(BlockAllocator):
         hasher = ContentHasher(block_size, hash_seed, hash_algorithm)
         return CpuGpuBlockAllocator(
             PrefixCachingBlockAllocator(
-                num_gpu_blocks, block_size, Device.GPU, evictor, hasher, track_index_changes
+                num_gpu_blocks,
+                block_size,
+                Device.GPU,
+                evictor,
+                hasher,
+                track_index_changes,
+                reuse_uncached_first,
             ),
-            PrefixCachingBlockAllocator(num_cpu_blocks, block_size, Device.CPU, evictor, hasher),
+            PrefixCachingBlockAllocator(
+                num_cpu_blocks,
+                block_size,
+                Device.CPU,
+                evictor,
+                hasher,
+                reuse_uncached_first=reuse_uncached_first,
+            ),
         )
 
     def __init__(self, gpu: NaiveBlockAllocator, cpu: NaiveBlockAllocator) -> None:

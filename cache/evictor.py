@@ -1,19 +1,24 @@
 """Which cached block is given up when the pool is full.
 
 An evictor keeps the blocks that have no references but still hold cached content. To add a policy,
-write a class with the methods of `Evictor` and enter it in `EVICTORS`.
+write a `Policy` with a `name` into a new file in `cache/evictors/`; it is found there. A policy of
+which each operation should handle a whole sequence in a few numpy calls has an `Evictor` of its own
+besides, as LRU and FIFO do.
 """
 
-import heapq
+import importlib
+import pkgutil
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
 
+from . import evictors
 from .block_pool import BlockPool
+from .evictors.policy import POLICIES, Future, Policy
 
-_MAX_DEPTH = 0x7FFFFFFF
-_ID_BITS = np.int64(32)
-_ID_MASK = np.int64(0xFFFFFFFF)
+for _module in pkgutil.iter_modules(evictors.__path__):
+    importlib.import_module(f"{evictors.__name__}.{_module.name}")
 
 
 class Evictor(Protocol):
@@ -24,7 +29,22 @@ class Evictor(Protocol):
         ...
 
     def on_cached(self, block_ids: np.ndarray) -> None:
-        """Blocks have entered the cache: they filled with content that was not cached before."""
+        """Blocks in use, in the order of their chains, filled with content not cached before."""
+        ...
+
+    def on_hit(self, block_ids: np.ndarray) -> None:
+        """Cached blocks, in the order of their chains, were found by another sequence.
+
+        They are in use: those that were evictable were removed.
+        """
+        ...
+
+    def on_dropped(self, block_ids: np.ndarray) -> None:
+        """Blocks in use leave the cache: they are to be freed and their content is not kept."""
+        ...
+
+    def on_uncached(self, block_ids: np.ndarray) -> None:
+        """Blocks in use without cached content are to be added all the same."""
         ...
 
     def add(self, block_ids: np.ndarray) -> None:
@@ -35,8 +55,12 @@ class Evictor(Protocol):
         """Evictable blocks were hit and are in use again."""
         ...
 
-    def evict(self, count: int) -> np.ndarray:
-        """Remove and return the next `count` <= len(self) victims, int32 [count], in order."""
+    def evict(self, count: int, incoming: np.ndarray | None = None) -> np.ndarray:
+        """Remove and return the next `count` <= len(self) victims, int32 [count], in order.
+
+        `incoming`, int64 [<= count], are the content hashes that take the first victims' places,
+        where they are known.
+        """
         ...
 
     def block_ids(self) -> np.ndarray:
@@ -48,187 +72,107 @@ class Evictor(Protocol):
         ...
 
 
-class _Run:
-    """Codes in ascending order; those before `start` are spent. Live where the stamp is current."""
+class PolicyEvictor:
+    """Lets a `Policy`, which knows contents by key, decide over the blocks of a pool.
 
-    __slots__ = ("codes", "stamp", "start")
-
-    def __init__(self, codes: np.ndarray, stamp: int) -> None:
-        self.codes = codes
-        self.stamp = stamp
-        self.start = 0
-
-
-class _RankedEvictor:
-    """Evicts by (rank, deepest in its chain first, lowest id). A subclass gives the rank.
-
-    Blocks of one rank form a group: sorted runs of codes that order by depth and id. Groups wait in
-    a heap. A removed block stays in its run and is passed over, being recognised by its stamp; once
-    more than half of all entries are such, they are swept out. So each operation costs amortised
-    O(log n) a block, and blocks that are freed together move together in a few numpy calls.
+    A cached block's key is its content hash, so a policy recognises what it evicted before. A block
+    without cached content, where such are evictable, has a key of its own and is never hit.
     """
 
-    def __init__(self, pool: BlockPool) -> None:
+    def __init__(self, pool: BlockPool, make_policy: Callable[[], Policy]) -> None:
         self._pool = pool
-        self._stamps = np.zeros(pool.num_blocks, dtype=np.int64)
+        self._make_policy = make_policy
+        self._is_evictable = np.zeros(pool.num_blocks, dtype=bool)
         self.clear()
 
     def clear(self) -> None:
-        self._stamps.fill(0)
-        self._next_stamp = 1
-        self._groups: dict[float, list[_Run]] = {}
-        self._heap: list[float] = []
+        self._is_evictable.fill(False)
         self._size = 0
-        self._num_entries = 0
+        self._policy = self._make_policy()
+        self._key_of: dict[int, int] = {}
+        self._block_of: dict[int, int] = {}
 
     def __len__(self) -> int:
         return self._size
 
-    def rank(self, block_ids: np.ndarray) -> np.ndarray:
-        """The rank of each block, float64 or int64 [n]; the lowest is evicted first."""
-        raise NotImplementedError
-
     def on_cached(self, block_ids: np.ndarray) -> None:
-        """Ranks that don't need it ignore it."""
+        # The last block of a chain first: of blocks alike, a suffix goes before its prefix.
+        block_ids = block_ids[::-1]
+        self._insert(block_ids, self._pool.content_hash[block_ids].tolist())
+
+    def on_uncached(self, block_ids: np.ndarray) -> None:
+        # No content hash is below -2^63.
+        self._insert(block_ids, [-(1 << 64) - block_id for block_id in block_ids.tolist()])
+
+    def _insert(self, block_ids: np.ndarray, keys: list[int]) -> None:
+        depths = self._pool.depth[block_ids].tolist()
+        for key, block_id, depth in zip(keys, block_ids.tolist(), depths, strict=True):
+            self._key_of[block_id] = key
+            self._block_of[key] = block_id
+            self._policy.insert(key, depth)
+        self._policy.pin(keys)
+
+    def on_hit(self, block_ids: np.ndarray) -> None:
+        hit = self._policy.hit
+        for block_id in block_ids[::-1].tolist():
+            hit(self._key_of[block_id])
+
+    def on_dropped(self, block_ids: np.ndarray) -> None:
+        for block_id in block_ids.tolist():
+            key = self._key_of.pop(block_id)
+            del self._block_of[key]
+            self._policy.unpin([key])
+            self._policy.forget(key)
 
     def add(self, block_ids: np.ndarray) -> None:
-        if not len(block_ids):
-            return
-        ranks = self.rank(block_ids)
-        codes = ((_MAX_DEPTH - self._pool.depth[block_ids]).astype(np.int64) << _ID_BITS) | (
-            block_ids
-        )
-        first = ranks[0]
-        if (ranks == first).all():
-            self._add_run(float(first), codes)
-        else:
-            order = np.argsort(ranks, kind="stable")
-            ranks, codes = ranks[order], codes[order]
-            cuts = np.flatnonzero(ranks[1:] != ranks[:-1]) + 1
-            for part_rank, part in zip(
-                ranks[np.r_[0, cuts]].tolist(), np.split(codes, cuts), strict=True
-            ):
-                self._add_run(part_rank, part)
+        self._is_evictable[block_ids] = True
         self._size += len(block_ids)
-        if self._num_entries > 2 * self._size + 1024:
-            self._sweep()
+        self._policy.unpin([self._key_of[block_id] for block_id in block_ids.tolist()])
 
     def remove(self, block_ids: np.ndarray) -> None:
-        self._stamps[block_ids] = 0
+        self._is_evictable[block_ids] = False
         self._size -= len(block_ids)
+        self._policy.pin([self._key_of[block_id] for block_id in block_ids.tolist()])
 
-    def evict(self, count: int) -> np.ndarray:
-        victims = [np.zeros(0, dtype=np.int32)] if not count else []
-        missing = count
-        while missing:
-            rank = self._heap[0]
-            part = self._evict_from(self._groups[rank], missing)
-            if not self._groups[rank]:
-                heapq.heappop(self._heap)
-                del self._groups[rank]
-            victims.append(part)
-            missing -= len(part)
-        block_ids = np.concatenate(victims) if len(victims) > 1 else victims[0]
-        self._stamps[block_ids] = 0
+    def evict(self, count: int, incoming: np.ndarray | None = None) -> np.ndarray:
+        keys = [] if incoming is None else incoming.tolist()
+        keys += [None] * (count - len(keys))
+        victims = np.empty(count, dtype=np.int32)
+        for i, key in enumerate(keys):
+            victim = self._block_of.pop(self._policy.evict(key))
+            del self._key_of[victim]
+            victims[i] = victim
+        self._is_evictable[victims] = False
         self._size -= count
-        return block_ids
+        return victims
 
     def block_ids(self) -> np.ndarray:
-        return np.flatnonzero(self._stamps).astype(np.int32)
-
-    def _add_run(self, rank: float, codes: np.ndarray) -> None:
-        codes = np.sort(codes)
-        runs = self._groups.get(rank)
-        if runs is None:
-            runs = self._groups[rank] = []
-            heapq.heappush(self._heap, rank)
-        runs.append(self._stamped(codes))
-        # Runs of at least doubling length: a block is merged O(log n) times.
-        while len(runs) > 1 and len(runs[-2].codes) < 2 * len(runs[-1].codes):
-            last, before = runs.pop(), runs.pop()
-            merged = np.sort(np.concatenate([self._live(before), self._live(last)]))
-            runs.append(self._stamped(merged))
-
-    def _stamped(self, codes: np.ndarray) -> _Run:
-        stamp = self._next_stamp
-        self._next_stamp += 1
-        self._stamps[codes & _ID_MASK] = stamp
-        self._num_entries += len(codes)
-        return _Run(codes, stamp)
-
-    def _live(self, run: _Run) -> np.ndarray:
-        """Take a run apart: return its live codes."""
-        codes = run.codes[run.start :]
-        self._num_entries -= len(codes)
-        return codes[self._stamps[codes & _ID_MASK] == run.stamp]
-
-    def _evict_from(self, runs: list[_Run], count: int) -> np.ndarray:
-        """Return up to `count` first live ids of a group, and drop its spent runs."""
-        windows = [run.codes[run.start : run.start + count] for run in runs]
-        # Nothing behind the shortest window's end may be overtaken.
-        ends = [
-            window[-1]
-            for run, window in zip(runs, windows, strict=True)
-            if run.start + len(window) < len(run.codes)
-        ]
-        live = [
-            window[self._stamps[window & _ID_MASK] == run.stamp]
-            for run, window in zip(runs, windows, strict=True)
-        ]
-        codes = np.sort(np.concatenate(live)) if len(live) > 1 else live[0]
-        if ends:
-            codes = codes[: np.searchsorted(codes, min(ends), side="right")]
-        codes = codes[:count]
-        limit = codes[-1] if len(codes) == count else (min(ends) if ends else None)
-        for run, window in zip(runs, windows, strict=True):
-            spent = (
-                len(window) if limit is None else int(np.searchsorted(window, limit, side="right"))
-            )
-            run.start += spent
-            self._num_entries -= spent
-        runs[:] = [run for run in runs if run.start < len(run.codes)]
-        return (codes & _ID_MASK).astype(np.int32)
-
-    def _sweep(self) -> None:
-        groups = self._groups
-        self._groups, self._heap, self._num_entries = {}, [], 0
-        for rank, runs in groups.items():
-            codes = np.concatenate([self._live(run) for run in runs])
-            if len(codes):
-                self._groups[rank] = [self._stamped(np.sort(codes))]
-                self._heap.append(rank)
-        heapq.heapify(self._heap)
-        self._num_entries = self._size
+        return np.flatnonzero(self._is_evictable).astype(np.int32)
 
 
-class LRUEvictor(_RankedEvictor):
-    """Evicts the least recently accessed block; of one sequence, the suffix before its prefix."""
-
-    def rank(self, block_ids: np.ndarray) -> np.ndarray:
-        return self._pool.last_accessed[block_ids]
-
-
-class FIFOEvictor(_RankedEvictor):
-    """Evicts the block that entered the cache first, however often it was hit since."""
-
-    def clear(self) -> None:
-        super().clear()
-        self._cached_at = np.zeros(self._pool.num_blocks, dtype=np.int64)
-        self._batches = 0
-
-    def rank(self, block_ids: np.ndarray) -> np.ndarray:
-        return self._cached_at[block_ids]
-
-    def on_cached(self, block_ids: np.ndarray) -> None:
-        self._batches += 1
-        self._cached_at[block_ids] = self._batches
+def make_policy(
+    name: str, capacity: int, block_size: int = 1, future: Future | None = None
+) -> Policy:
+    """Return a new policy. Raises ValueError for an unknown name or a future that is missing."""
+    if name not in POLICIES:
+        raise ValueError(f"evictor is {name!r}; expected one of {', '.join(sorted(POLICIES))}")
+    return POLICIES[name](capacity, block_size, future)
 
 
-EVICTORS: dict[str, type[Evictor]] = {"lru": LRUEvictor, "fifo": FIFOEvictor}
+EvictorChoice = str | Callable[[BlockPool], Evictor]
 
 
-def make_evictor(name: str, pool: BlockPool) -> Evictor:
-    """Return a new evictor for a pool. Raises ValueError for an unknown name."""
-    if name not in EVICTORS:
-        raise ValueError(f"evictor is {name!r}; expected one of {', '.join(sorted(EVICTORS))}")
-    return EVICTORS[name](pool)
+def make_evictor(choice: EvictorChoice, pool: BlockPool, future: Future | None = None) -> Evictor:
+    """Return a new evictor for a pool. Raises ValueError as `make_policy` does.
+
+    `choice` is the name of a policy or a function such as
+    `functools.partial(make_evictor, "belady", future=future)`.
+    """
+    if callable(choice):
+        return choice(pool)
+
+    def policy() -> Policy:
+        return make_policy(choice, max(1, pool.num_blocks), pool.block_size, future)
+
+    array_evictor = policy().evictor_type
+    return PolicyEvictor(pool, policy) if array_evictor is None else array_evictor(pool)

@@ -14,9 +14,9 @@ import numpy as np
 
 from .block_pool import NO_BLOCK, BlockPool
 from .content_hash import ContentHasher
-from .evictor import make_evictor
+from .evictor import EvictorChoice, make_evictor
 from .interfaces import Block, Device, as_token_ids
-from .naive import NaiveBlock, NaiveBlockAllocator, SequencePlan
+from .naive import NaiveBlock, NaiveBlockAllocator, Occupancy, SequencePlan
 from .prefix_index import PrefixIndex
 
 # In an array of found block ids: no entry, or an entry that cannot serve (another content with the
@@ -39,10 +39,13 @@ class PrefixCachingBlockAllocator(NaiveBlockAllocator):
 
     Args:
         num_blocks, block_size, device: as in `NaiveBlockAllocator`.
-        evictor: a name in `EVICTORS`.
+        evictor: the name of a policy, or what makes an evictor for a pool.
         hasher: for this block size; by default mix64 with a random seed. Allocators that swap with
             each other share one.
         track_index_changes: keep what `index.drain_changes` returns, for a copy on a GPU.
+        reuse_uncached_first: hand out freed blocks without cached content before any eviction.
+            Otherwise they take their place in the order of eviction, as in vLLM V1's free queue,
+            and cached blocks that are older go first.
 
     Raises:
         ValueError: for a count out of range, an unknown evictor or a hasher of another block size.
@@ -55,9 +58,10 @@ class PrefixCachingBlockAllocator(NaiveBlockAllocator):
         num_blocks: int,
         block_size: int,
         device: Device = Device.GPU,
-        evictor: str = "lru",
+        evictor: EvictorChoice = "lru",
         hasher: ContentHasher | None = None,
         track_index_changes: bool = False,
+        reuse_uncached_first: bool = True,
     ) -> None:
         super().__init__(num_blocks, block_size, device)
         self.hasher = hasher or ContentHasher(self.block_size)
@@ -67,6 +71,7 @@ class PrefixCachingBlockAllocator(NaiveBlockAllocator):
             )
         self.index = PrefixIndex(num_blocks, track_index_changes)
         self.evictor = make_evictor(evictor, self.pool)
+        self.reuse_uncached_first = reuse_uncached_first
 
     # -- one block at a time
 
@@ -150,7 +155,7 @@ class PrefixCachingBlockAllocator(NaiveBlockAllocator):
         hits = np.concatenate([prefix, late_hits]) if len(late_hits) else prefix
         self._reference_cached(hits)
         self.stats.hits += len(hits)
-        new_ids = self._take(plan.num_new)
+        new_ids = self._take(plan.num_new, plan.hashes[~is_hit])
         if len(late_hits):
             return self._allocate_around_late_hits(tokens, plan, new_ids)
         previous = int(prefix[-1]) if run else NO_BLOCK
@@ -194,14 +199,19 @@ class PrefixCachingBlockAllocator(NaiveBlockAllocator):
     def num_free(self) -> int:
         return self.pool.num_free + len(self.evictor)
 
-    def _take(self, count: int) -> np.ndarray:
+    def _take(self, count: int, hashes: np.ndarray | None = None) -> np.ndarray:
+        """As in `NaiveBlockAllocator`; `hashes` are those that the first blocks will hold."""
         self._require(count)
         num_free = self.pool.num_free
         if count <= num_free:
             return self.pool.take(count)
-        victims = self.evictor.evict(count - num_free)
-        self._unregister(victims)
-        self.stats.evictions += len(victims)
+        incoming = None if hashes is None else hashes[num_free:]
+        victims = self.evictor.evict(count - num_free, incoming)
+        evicted = victims
+        if not self.reuse_uncached_first:
+            evicted = victims[self.pool.cached[victims]]
+        self._unregister(evicted)
+        self.stats.evictions += len(evicted)
         return np.concatenate([self.pool.take(num_free), victims]) if num_free else victims
 
     def _lookup(self, hashes: np.ndarray, token_blocks: np.ndarray) -> np.ndarray:
@@ -227,6 +237,7 @@ class PrefixCachingBlockAllocator(NaiveBlockAllocator):
         references = self.pool.ref_count[block_ids]
         if np.count_nonzero(references) < len(references):
             self.evictor.remove(block_ids[references == 0])
+        self.evictor.on_hit(block_ids)
         self.pool.ref_count[block_ids] = references + 1
 
     def _register(
@@ -284,6 +295,7 @@ class PrefixCachingBlockAllocator(NaiveBlockAllocator):
             self.copy_on_writes.record(block_ids[promoted][unwritten], cached_ids[unwritten])
         unique = np.unique(cached_ids)
         self.evictor.remove(unique[self.pool.ref_count[unique] == 0])
+        self.evictor.on_hit(unique)
         np.add.at(self.pool.ref_count, cached_ids, 1)
         self.stats.promotions += len(promoted)
         self.release(block_ids[promoted], distinct=True)
@@ -293,17 +305,23 @@ class PrefixCachingBlockAllocator(NaiveBlockAllocator):
 
     def _on_unreferenced(self, block_ids: np.ndarray) -> None:
         cached = self.pool.cached[block_ids]
-        if not np.count_nonzero(cached):
-            self.pool.give_back(block_ids)
-            return
         # Cached but never computed: the KV was not written, so there is nothing to keep.
         kept = cached & self.pool.computed[block_ids]
-        if np.count_nonzero(kept) == len(kept):
+        num_kept = np.count_nonzero(kept)
+        if num_kept < np.count_nonzero(cached):
+            dropped = block_ids[cached & ~kept]
+            self.evictor.on_dropped(dropped)
+            self._unregister(dropped)
+        if num_kept < len(kept) and not self.reuse_uncached_first:
+            self.evictor.on_uncached(block_ids[~kept])
+            num_kept = len(kept)
+        if num_kept == len(kept):
             self.evictor.add(block_ids)
             return
-        self._unregister(block_ids[cached & ~kept])
-        self.evictor.add(block_ids[kept])
-        self.pool.give_back(block_ids[~kept])
+        if num_kept:
+            self.evictor.add(block_ids[kept])
+            block_ids = block_ids[~kept]
+        self.pool.give_back(block_ids)
 
     # -- swapping: this allocator is the destination
 
@@ -328,6 +346,7 @@ class PrefixCachingBlockAllocator(NaiveBlockAllocator):
         revived = self._revived(new_ids[hits])
         self._require(len(misses) + len(revived))
         self.evictor.remove(revived)
+        self.evictor.on_hit(np.unique(new_ids[hits]))
         np.add.at(self.pool.ref_count, new_ids[hits], references[hits])
         fresh = self._take(len(misses))
         found, new_ids[misses] = new_ids[misses], fresh
@@ -356,6 +375,13 @@ class PrefixCachingBlockAllocator(NaiveBlockAllocator):
         return found
 
     # -- counts, marks, integrity
+
+    def occupancy(self) -> Occupancy:
+        counts = super().occupancy()
+        if self.reuse_uncached_first:
+            return counts
+        num_cached = int(np.count_nonzero(self.pool.cached[self.evictor.block_ids()]))
+        return Occupancy(counts.num_in_use, num_cached, self.num_free - num_cached)
 
     def mark_computed(self, block_ids: np.ndarray) -> None:
         full = block_ids[self.pool.num_tokens[block_ids] == self.block_size]
@@ -404,6 +430,8 @@ class PrefixCachingBlockAllocator(NaiveBlockAllocator):
         assert (pool.num_tokens[block_ids] == self.block_size).all(), "a cached block is not full"
         evictable = self._evictable_ids()
         assert len(evictable) == len(self.evictor), "the evictor has lost count"
+        if not self.reuse_uncached_first:
+            evictable = evictable[pool.cached[evictable]]
         assert pool.cached[evictable].all(), "an evictable block is not cached"
         assert pool.computed[evictable].all(), "an evictable block was never computed"
         assert (pool.ref_count[pool.free_ids()] == 0).all()

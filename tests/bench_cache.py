@@ -18,7 +18,7 @@ from pytest_benchmark.fixture import BenchmarkFixture
 
 from cache.block_manager import BlockSpaceManager
 from cache.block_pool import BlockPool
-from cache.evictor import LRUEvictor
+from cache.evictors.lru import LRUEvictor
 from cache.sequence import Sequence, SequenceGroup, SequenceStatus
 from tests.cache_model import CacheModel
 

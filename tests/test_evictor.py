@@ -36,7 +36,7 @@ def test_an_empty_evictor(policy: str) -> None:
 
 
 def test_an_unknown_policy_is_named() -> None:
-    with pytest.raises(ValueError, match=r"'mru'; expected one of fifo, lru"):
+    with pytest.raises(ValueError, match=r"'mru'; expected one of arc, .*lru"):
         make_evictor("mru", BlockPool(1, 1))
 
 
@@ -136,6 +136,29 @@ def test_churn_keeps_the_memory_bounded(policy: str) -> None:
         evictor.remove(everything)
     evictor.add(everything)
     assert evictor.evict(num_blocks).tolist() == everything[::-1].tolist()
+
+
+@pytest.mark.parametrize("policy", ["lru", "fifo"])
+def test_a_sweep_keeps_what_is_evictable_in_order(policy: str) -> None:
+    """Guards against a block lost, or out of order, while spent entries are swept out."""
+    num_kept, num_blocks = 8, 72
+    rng = np.random.default_rng(0)
+    depths = rng.integers(0, 3, num_blocks)
+    evictor, pool = build(policy, depths.tolist())
+    kept = np.arange(num_kept, dtype=np.int32)
+    churned = np.arange(num_kept, num_blocks, dtype=np.int32)
+    evictor.on_cached(kept)
+    for block_id in rng.permutation(kept):
+        evictor.add(int32([block_id]))
+    sizes = []
+    for _ in range(100):
+        evictor.add(churned)
+        evictor.remove(churned)
+        sizes.append(evictor._num_entries)
+    assert min(np.diff(sizes)) < 0, "nothing was swept"
+    expected = sorted(kept.tolist(), key=lambda i: (-depths[i], i))
+    assert evictor.evict(3).tolist() == expected[:3]
+    assert evictor.evict(num_kept - 3).tolist() == expected[3:]
 
 
 def test_clear_forgets_everything() -> None:
