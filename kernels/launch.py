@@ -245,25 +245,30 @@ def head_tiles(head_size: int) -> tuple[int, int]:
 
 
 # (tile_m, tile_n, num_warps, num_stages) of paged attention for heads of up to so many lanes, for
-# decode and for longer queries. Measured with `python -m kernels.offline --extra`: the largest that
+# decode and for longer queries. Chosen with `python -m kernels.offline --extra`: large tiles that
 # spill nothing on any target of the backend, with every option of the call in use.
 Tile = tuple[int, int, int, int]
 _ATTENTION_TILES: dict[tuple[str, str], list[tuple[int, Tile, Tile]]] = {
+    ("sm_90", "16-bit"): [
+        (128, (16, 64, 2, 3), (64, 64, 4, 3)),
+        (192, (16, 64, 4, 3), (64, 32, 4, 3)),
+        (256, (16, 64, 4, 3), (64, 64, 8, 3)),
+        (576, (16, 16, 8, 2), (32, 32, 8, 2)),
+    ],
     ("cuda", "16-bit"): [
-        (128, (16, 64, 2, 3), (64, 32, 4, 3)),
+        (128, (16, 64, 2, 3), (64, 32, 8, 2)),
         (192, (16, 64, 4, 3), (64, 32, 4, 3)),
         (256, (16, 64, 4, 3), (64, 32, 8, 2)),
         (576, (16, 16, 8, 2), (16, 16, 8, 2)),
     ],
     ("cuda", "fp8 cache"): [
         (64, (16, 64, 2, 3), (64, 64, 4, 3)),
-        (128, (16, 64, 4, 3), (64, 32, 4, 3)),
+        (128, (16, 32, 4, 3), (64, 32, 4, 3)),
         (256, (16, 64, 4, 3), (32, 32, 8, 2)),
-        (576, (16, 16, 8, 2), (32, 32, 8, 2)),
+        (576, (16, 32, 8, 1), (16, 32, 8, 1)),
     ],
     ("cuda", "32-bit"): [
         (64, (16, 32, 4, 3), (64, 32, 8, 2)),
-        (128, (16, 32, 8, 2), (32, 16, 8, 2)),
         (256, (16, 32, 8, 2), (16, 16, 8, 2)),
         (576, (8, 16, 8, 1), (8, 16, 8, 1)),
     ],
@@ -311,7 +316,8 @@ def attention_tiles(
     if target is INTERPRETER:
         rows = _INTERPRETER_TILES
     else:
-        rows = _ATTENTION_TILES[target.backend, kind] if aligned else _UNALIGNED_TILES
+        rows = _ATTENTION_TILES.get((target.name, kind), _ATTENTION_TILES[target.backend, kind])
+        rows = rows if aligned else _UNALIGNED_TILES
     decode_tile, prefill_tile = next(tiles for most, *tiles in rows if head_size <= most)
     # Decode of more heads than its tile has rows is no different from a longer query.
     small = decode and group <= decode_tile[0]

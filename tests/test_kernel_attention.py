@@ -71,9 +71,9 @@ def test_matches_the_reference(row: tuple) -> None:
     lengths = [0, 1, block_size - 1, block_size, block_size + 1, 1000]
     if not HAS_GPU:
         # What the interpreter does in about a second: 1,000 keys of few heads, fewer of many.
-        most = 8000 // num_heads
+        most = max(70, 4000 // num_heads)
         if query_len == "full":
-            most = int((10**6 / num_heads) ** 0.5)
+            most = max(70, int((200_000 / num_heads) ** 0.5))
         elif block_size < 544 or num_heads <= 8:
             most = max(most, block_size + 1)
         lengths = sorted({min(length, most) for length in lengths})
@@ -91,6 +91,11 @@ def test_matches_the_reference(row: tuple) -> None:
         dtype=DTYPES[dtype],
     )
     check_attention(paged_attention, inputs, max_query_len=max(query_lens))
+
+
+def test_a_long_prefill() -> None:
+    inputs = inputs_of([1000, 3], [1000, 3], num_heads=1, num_kv_heads=1, head_size=16)
+    check_attention(paged_attention, inputs)
 
 
 def test_the_grid_names_every_value() -> None:
@@ -178,12 +183,14 @@ def test_features(feature: str, dtype: str, num_splits: int) -> None:
     "cache_dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=["e4m3", "e5m2"]
 )
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("query_len", [1, 20], ids=["decode", "chunk"])
+@pytest.mark.parametrize("query_len", [1, 7], ids=["decode", "chunk"])
 def test_fp8_caches(query_len: int, dtype: str, cache_dtype: torch.dtype) -> None:
     """A scale may be a number or one a KV head."""
-    inputs = inputs_of([20, 33, 130], [query_len] * 3, dtype=DTYPES[dtype], cache_dtype=cache_dtype)
+    inputs = inputs_of(
+        [20, 70], [query_len] * 2, num_heads=4, dtype=DTYPES[dtype], cache_dtype=cache_dtype
+    )
     per_head = torch.tensor([2.0, 0.25], device=DEVICE)
-    check_attention(paged_attention, inputs, k_scale=0.5, v_scale=per_head, num_splits=2)
+    check_attention(paged_attention, inputs, k_scale=0.5, v_scale=per_head)
     check_attention(paged_attention, inputs, k_scale=per_head, v_scale=per_head[:1])
 
 
@@ -304,9 +311,9 @@ def test_only_the_first_axis_grows(max_query_len: int | None) -> None:
 @pytest.mark.parametrize("num_splits", [2, 4, 16])
 def test_splits_equal_the_whole(num_splits: int) -> None:
     """B21: empty splits gave NaN, and the merge wrote past its rows."""
-    inputs = inputs_of([1, 15, 16, 17, 1000], [1] * 5)
+    inputs = inputs_of([1, 15, 16, 17, 1000], [1] * 5, num_heads=4)
     whole = attend(inputs, num_splits=1)
-    target = guarded(5, 8, 64, dtype=torch.float32, device=DEVICE)
+    target = guarded(5, 4, 64, dtype=torch.float32, device=DEVICE)
     attend(inputs, num_splits=num_splits, out=target.tensor)
     target.assert_guards_intact()
     torch.testing.assert_close(target.tensor, whole, rtol=2e-6, atol=2e-6)
