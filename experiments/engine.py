@@ -25,6 +25,7 @@ from cache.interfaces import AllocStatus
 from cache.sequence import Sequence, SequenceGroup, SequenceStatus
 from kernels.kv_cache import KVCache
 
+from .attention import OPS
 from .config import InputError, Preemption
 from .decoding import Completion, Decoding, SamplingParams, start_decoding
 from .model_runner import ModelRunner, Span
@@ -59,6 +60,8 @@ class EngineOptions:
     was cached and whoever else runs. Slow."""
 
     def __post_init__(self) -> None:
+        if self.kernels not in OPS:
+            raise InputError(f"kernels={self.kernels!r}: expected one of {', '.join(OPS)}")
         for name in ("max_num_seqs", "max_num_batched_tokens"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name}={getattr(self, name)}: expected at least 1")
@@ -175,6 +178,7 @@ class Engine:
             loaded.model.dtype,
             loaded.model.device,
             num_host_blocks=options.num_cpu_blocks,
+            use_kernels=OPS[options.kernels].is_triton,
         )
         self.runner = ModelRunner(loaded, self.manager, self.kv_cache, options.kernels)
         self.stats = EngineStats()

@@ -46,6 +46,8 @@ class KVCache:
             they are two tensors.
         num_host_blocks: blocks of swap space, in host memory, pinned if `device` is a GPU.
         value_head_size: of the values, if it isn't head_size; not with `interleaved`.
+        use_kernels: whether blocks are moved by the Triton kernels or in plain torch; by default,
+            by kernels where they can run.
 
     Attributes:
         key_caches, value_caches: a view a layer, [num_blocks, block_size, num_kv_heads, head_size].
@@ -71,6 +73,7 @@ class KVCache:
         interleaved: bool = False,
         num_host_blocks: int = 0,
         value_head_size: int | None = None,
+        use_kernels: bool | None = None,
     ) -> None:
         sizes = {
             "num_layers": num_layers,
@@ -96,6 +99,8 @@ class KVCache:
         self.num_host_blocks = num_host_blocks
         self.block_size = block_size
         device = torch.device(device)
+        can_run = device.type != "cpu" or is_interpreted(copy_blocks_kernel)
+        self._use_kernels = can_run if use_kernels is None else use_kernels
         host = {"device": "cpu", "pin_memory": device.type != "cpu"}
         head_sizes = (head_size, sizes["value_head_size"])
         self.key_caches: list[torch.Tensor] = []
@@ -148,7 +153,7 @@ class KVCache:
         swap_in = check_pairs("swap_in", swap_in, on_host, on_device)
         written = np.concatenate([copies[:, 1], swap_in[:, 1]])
         check_distinct("destination of copies and swap_in", written)
-        if not self._has_kernels:
+        if not self._use_kernels:
             self._apply_reference(copies, swap_out, swap_in)
             return
         self._apply_swaps(swap_out, swap_in)
@@ -161,10 +166,6 @@ class KVCache:
     @property
     def _host_caches(self) -> list[torch.Tensor]:
         return [*self.host_key_caches, *self.host_value_caches]
-
-    @property
-    def _has_kernels(self) -> bool:
-        return self.key_caches[0].device.type != "cpu" or is_interpreted(copy_blocks_kernel)
 
     def _apply_swaps(self, swap_out: np.ndarray, swap_in: np.ndarray) -> None:
         # A host block may leave and be taken in one step: it is read first, into a buffer.
