@@ -654,6 +654,18 @@ def test_promotion_to_an_uncomputed_block_copies_its_kv(caching: CpuGpuBlockAllo
         assert caching.clear_copy_on_writes().tolist() == ([] if computed else [[own, 0]])
 
 
+def test_one_copy_fills_a_cached_block_that_several_are_promoted_to(
+    caching: CpuGpuBlockAllocator,
+) -> None:
+    """No destination appears twice among a step's copies."""
+    cached = caching.allocate_immutable(None, A)
+    blocks = [caching.allocate_mutable(None) for _ in range(2)]
+    for block in blocks:
+        block.append_token_ids(A)
+    assert ids(blocks) == [cached.block_id] * 2
+    assert caching.clear_copy_on_writes().tolist() == [[1, 0]]
+
+
 def test_promotion_revives_an_evictable_block(caching: CpuGpuBlockAllocator) -> None:
     compute_and_free(caching, chain_of(caching, A))
     block = caching.allocate_mutable(None)

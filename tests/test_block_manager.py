@@ -250,6 +250,26 @@ def test_a_lookup_leaves_a_token_to_compute() -> None:
     assert manager.get_num_cached_tokens(again.seqs[0]) == 4
 
 
+def test_a_hit_behind_a_gap_is_shared_but_not_skipped() -> None:
+    """Rules 5 and 9: the prefix was evicted, what follows was not."""
+    manager = create(num_gpu_blocks=3)
+    cached = running(manager, 0, tokens(0, 8))
+    manager.allocator.mark_blocks_as_accessed([0], 1.0)
+    manager.allocator.mark_blocks_as_accessed([1], 5.0)
+    finish(manager, cached)
+    taker = running(manager, 1, tokens(100, 5))
+    assert table(manager, taker) == [2, 0]
+    assert manager.can_allocate(waiting(2, tokens(0, 12))) is LATER
+    manager.free(taker.seqs[0])
+    group = waiting(2, tokens(0, 12))
+    assert manager.can_allocate(group) is OK
+    admit(manager, group)
+    assert table(manager, group) == [2, 1, 0]
+    assert manager.get_num_cached_tokens(group.seqs[0]) == 0
+    assert manager.get_num_free_gpu_blocks() == 0
+    manager.check_integrity()
+
+
 def test_counts_are_not_remembered_across_a_failed_admission() -> None:
     """Rule 5: what was cached when admission failed may be gone when it succeeds."""
     manager = create(num_gpu_blocks=7)

@@ -247,6 +247,21 @@ def test_a_fork_after_an_append_shares_again(allocator: CpuGpuBlockAllocator) ->
     allocator.check_integrity()
 
 
+def test_a_swapped_table_forgets_its_next_slot(allocator: CpuGpuBlockAllocator) -> None:
+    """Guards against writing to the slot that the table had before it was swapped out."""
+    blocker = table_of(allocator, *range(50, 54))
+    table = table_of(allocator, 0)
+    rows = np.array([table._row])
+    allocator.tables.append(rows, np.array([1], dtype=np.int32))
+    assert allocator.tables.swap(rows, Device.GPU, Device.CPU).tolist() == [[1, 0]]
+    allocator.check_integrity()
+    blocker.free()
+    assert allocator.tables.swap(rows, Device.CPU, Device.GPU).tolist() == [[0, 0]]
+    allocator.tables.append(rows, np.array([2], dtype=np.int32))
+    assert held(table) == [[0, 1, 2]]
+    allocator.check_integrity()
+
+
 def test_copies_of_tables_are_withdrawn_with_their_blocks(allocator: CpuGpuBlockAllocator) -> None:
     """Rule 7."""
     table = table_of(allocator, 0, 1)

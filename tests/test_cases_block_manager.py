@@ -292,15 +292,22 @@ def test_a22_a_fully_cached_prompt_leaves_tokens_to_compute() -> None:
 
 
 def test_a23_a_request_does_not_evict_its_own_prefix() -> None:
-    """A23: references were taken after the tail was allocated, not before."""
-    manager = create(4)
-    finish(manager, running(manager, 0, list(range(16))))
-    group = waiting(1, [*range(8), *range(100, 108)])
-    assert manager.can_allocate(group) is OK
-    manager.allocate(group)
-    assert table(manager, group.seqs[0])[:2] == [0, 1]
-    assert manager.get_num_cached_tokens(group.seqs[0]) == 8
-    manager.check_integrity()
+    """A23: references were taken after the tail was allocated, not before.
+
+    Once as reported, once where the prefix is the oldest that there is to evict.
+    """
+    for prompts in ([range(16)], [range(8), range(50, 58)]):
+        manager = create(4)
+        for i, prompt in enumerate(prompts):
+            cached = running(manager, i, list(prompt))
+            manager.access_all_blocks_in_seq(cached.seqs[0], i)
+            finish(manager, cached)
+        group = waiting(9, [*range(8), *range(100, 108)])
+        assert manager.can_allocate(group) is OK
+        manager.allocate(group)
+        assert table(manager, group.seqs[0]) == [0, 1, 3, 2]
+        assert manager.get_num_cached_tokens(group.seqs[0]) == 8
+        manager.check_integrity()
 
 
 @pytest.mark.parametrize("enable_caching", [True, False])

@@ -148,10 +148,12 @@ def test_a_sweep_keeps_what_is_evictable_in_order(policy: str) -> None:
     kept = np.arange(num_kept, dtype=np.int32)
     churned = np.arange(num_kept, num_blocks, dtype=np.int32)
     evictor.on_cached(kept)
-    for block_id in rng.permutation(kept):
-        evictor.add(int32([block_id]))
+    for part in np.split(rng.permutation(kept), [5, 7]):
+        evictor.add(part)
     sizes = []
-    for _ in range(100):
+    for step in range(1, 100):
+        pool.last_accessed[churned] = step
+        evictor.on_cached(churned)
         evictor.add(churned)
         evictor.remove(churned)
         sizes.append(evictor._num_entries)

@@ -19,7 +19,7 @@ from cache.sequence import Sequence, SequenceGroup, SequenceStatus
 from tests.cache_model import CacheModel, ModelFull
 from tests.snapshot import assert_unchanged, snapshot
 
-NUM_EXAMPLES = int(os.environ.get("PREFIXLAB_EXAMPLES", "200"))
+NUM_EXAMPLES = int(os.environ.get("PREFIXLAB_EXAMPLES", "250"))
 STEPS_AN_EXAMPLE = 50
 
 index = st.integers(0, 11)
@@ -36,9 +36,9 @@ class ManagerMachine(RuleBasedStateMachine):
     num_steps = 0  # of all machines
 
     @initialize(
-        block_size=st.integers(1, 4),
-        num_gpu_blocks=st.integers(3, 12),
-        num_cpu_blocks=st.integers(0, 8),
+        block_size=st.sampled_from([2, 1, 3, 4]),
+        num_gpu_blocks=st.sampled_from([8, 10, 12, 6, 4, 3]),
+        num_cpu_blocks=st.sampled_from([8, 6, 3, 0]),
         watermark=st.sampled_from([0.0, 0.0, 0.1, 0.25, 0.5]),
         enable_caching=st.sampled_from([True, True, True, False]),
         evictor=st.sampled_from(["lru", "lru", "fifo"]),
@@ -54,6 +54,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self.model = CacheModel(**config, evictor=evictor)
         self.block_size = config["block_size"]
         self.groups: list[SequenceGroup] = []
+        self.history: list[Sequence] = []
         self.next_id = 0
 
     # -- helpers
@@ -145,19 +146,17 @@ class ManagerMachine(RuleBasedStateMachine):
     def submit(self, prompt: list[int], key: object, num_seqs: int, ahead: int) -> None:
         seqs = [Sequence(self.fresh_id(), prompt, key) for _ in range(num_seqs)]
         self.groups.append(SequenceGroup(len(self.groups), seqs))
+        self.history.append(seqs[0])
         self.admit(self.groups[-1], ahead)
 
-    @precondition(lambda self: self.live())
+    @precondition(lambda self: self.history)
     @rule(
         number=index, length=st.integers(1, 12), tail=st.lists(token, max_size=4), ahead=lookahead
     )
     def submit_alike(self, number: int, length: int, tail: list[int], ahead: int) -> None:
-        """A prompt that starts like another sequence."""
-        _, other = self.pick(self.live(), number)
-        prompt = other.token_ids.tolist()[:length] + tail
-        seq = Sequence(self.fresh_id(), prompt, other.extra_key)
-        self.groups.append(SequenceGroup(len(self.groups), [seq]))
-        self.admit(self.groups[-1], ahead)
+        """A prompt that starts like another sequence, living or gone."""
+        other = self.pick(self.history[::-1], number)
+        self.submit(other.token_ids.tolist()[:length] + tail, other.extra_key, 1, ahead)
 
     @precondition(lambda self: self.waiting())
     @rule(number=index, ahead=lookahead)
@@ -190,8 +189,19 @@ class ManagerMachine(RuleBasedStateMachine):
     @rule(numbers=few, new=st.lists(token, min_size=4, max_size=4), ahead=lookahead)
     def append_batch(self, numbers: list[int], new: list[int], ahead: int) -> None:
         """One token to each of several sequences that have nothing unseen."""
-        seqs = [seq for _, seq in self.live(Device.GPU) if not self.unseen(seq)]
-        seqs = self.pick_some(seqs, numbers) if seqs else []
+        seqs = self.seen()
+        self.decode(self.pick_some(seqs, numbers) if seqs else [], new, ahead)
+
+    @precondition(lambda self: self.live(Device.GPU))
+    @rule(new=st.lists(token, min_size=8, max_size=8), num_steps=st.integers(1, 3))
+    def decode_all(self, new: list[int], num_steps: int) -> None:
+        for step in range(num_steps):
+            self.decode(self.seen()[:8], new[step:] + new[:step], 0)
+
+    def seen(self) -> list[Sequence]:
+        return [seq for _, seq in self.live(Device.GPU) if not self.unseen(seq)]
+
+    def decode(self, seqs: list[Sequence], new: list[int], ahead: int) -> None:
         rows = self.manager.rows_of(seqs)
         pairs = [(seq.seq_id, [new[i]]) for i, seq in enumerate(seqs)]
         taken = self.model.num_taken_by_append([(s, 1) for s, _ in pairs], ahead)
@@ -224,6 +234,9 @@ class ManagerMachine(RuleBasedStateMachine):
     @rule(number=index, num_tokens=st.one_of(st.none(), st.integers(0, 12)))
     def mark_computed(self, number: int, num_tokens: int | None) -> None:
         group, _ = self.pick(self.live(Device.GPU), number)
+        self.mark(group, num_tokens)
+
+    def mark(self, group: SequenceGroup, num_tokens: int | None) -> None:
         seqs = self.on(group, Device.GPU)
         self.manager.mark_blocks_as_computed(group, num_tokens)
         self.model.mark_computed([seq.seq_id for seq in seqs], num_tokens)
@@ -233,29 +246,36 @@ class ManagerMachine(RuleBasedStateMachine):
             seq.num_computed_tokens = max(seq.num_computed_tokens, computed)
 
     @precondition(lambda self: self.live())
-    @rule(number=index, now=st.integers(0, 5))
-    def access(self, number: int, now: int) -> None:
-        """Times that go back, too: the order of eviction must follow them all the same."""
+    @rule(number=index, now=st.integers(0, 5), start=st.sampled_from([0, 0, 1, 2]))
+    def access(self, number: int, now: int, start: int) -> None:
+        """Times that go back, too, and a tail alone: so that a prefix is evicted before it."""
         _, seq = self.pick(self.live(), number)
-        self.manager.access_all_blocks_in_seq(seq, now)
-        self.model.access(seq.seq_id, float(now))
+        table = self.model.tables[seq.seq_id]
+        if start:
+            blocks = table.blocks[max(start, table.num_null) :]
+            block_ids = [block.block_id for block in blocks]
+            self.manager.allocator.mark_blocks_as_accessed(block_ids, now, Device(table.device))
+            for block in blocks:
+                block.last_accessed = float(now)
+        else:
+            self.manager.access_all_blocks_in_seq(seq, now)
+            self.model.access(seq.seq_id, float(now))
 
     @precondition(lambda self: self.live())
-    @rule(number=index)
-    def free(self, number: int) -> None:
-        group, seq = self.pick(self.live(), number)
-        self.manager.free(seq)
-        self.model.free([seq.seq_id])
-        group.seqs.remove(seq)
-        self.refused(lambda: self.manager.free(seq))
-
-    @precondition(lambda self: self.live())
-    @rule(numbers=few)
-    def free_many(self, numbers: list[int]) -> None:
-        """Also of both devices at once."""
+    @rule(numbers=few, computed=st.booleans())
+    def free(self, numbers: list[int], computed: bool) -> None:
+        """Of both devices at once; what was computed stays in the cache."""
         chosen = self.pick_some(self.live(), numbers)
         seqs = [seq for _, seq in chosen]
-        self.manager.free_many(seqs)
+        if computed:
+            on_gpu = self.pick_some(self.live(Device.GPU), numbers) if self.live(Device.GPU) else []
+            for group, _ in on_gpu:
+                self.mark(group, None)
+        if len(seqs) == 1:
+            self.manager.free(seqs[0])
+            self.refused(lambda: self.manager.free(seqs[0]))
+        else:
+            self.manager.free_many(seqs)
         self.model.free([seq.seq_id for seq in seqs])
         for group, seq in chosen:
             group.seqs.remove(seq)
@@ -287,10 +307,12 @@ class ManagerMachine(RuleBasedStateMachine):
         assert done == fits
 
     @precondition(lambda self: self.live(Device.CPU))
-    @rule(number=index, ahead=lookahead)
-    def swap_in(self, number: int, ahead: int) -> None:
+    @rule(number=index, new=st.lists(token, max_size=5), ahead=lookahead)
+    def swap_in(self, number: int, new: list[int], ahead: int) -> None:
         group, _ = self.pick(self.live(Device.CPU), number)
         seqs = self.on(group, Device.CPU)
+        for i, seq in enumerate(seqs):
+            seq.append_token_ids(new[2 * i :])
         rows = [(seq.seq_id, len(self.unseen(seq))) for seq in seqs]
         answer = self.manager.can_swap_in(group, ahead).value
         assert answer == self.model.can_swap_in(rows, ahead)
@@ -303,7 +325,15 @@ class ManagerMachine(RuleBasedStateMachine):
             for seq in seqs:
                 assert self.append_unseen(seq, ahead)
 
-    @rule(device=st.sampled_from(Device))
+    @rule(kind=st.sampled_from(["reset", "drain", "mistakes"]), number=index)
+    def rarely(self, kind: str, number: int) -> None:
+        if kind == "reset":
+            self.reset(self.pick(list(Device), number))
+        elif kind == "drain":
+            self.drain()
+        elif self.live():
+            self.mistakes(*self.pick(self.live(), number))
+
     def reset(self, device: Device) -> None:
         before = snapshot(self.manager)
         done = self.manager.reset_prefix_cache(device)
@@ -311,7 +341,6 @@ class ManagerMachine(RuleBasedStateMachine):
         if not done:
             assert_unchanged(self.manager, before)
 
-    @rule()
     def drain(self) -> None:
         """Free everything: then all blocks are free (case A25)."""
         seqs = [seq for _, seq in self.live()]
@@ -322,10 +351,7 @@ class ManagerMachine(RuleBasedStateMachine):
             pool = self.model.pools[device]
             assert self.manager.allocator.get_num_free_blocks(device) == pool.total
 
-    @precondition(lambda self: self.live())
-    @rule(number=index)
-    def mistakes(self, number: int) -> None:
-        group, seq = self.pick(self.live(), number)
+    def mistakes(self, group: SequenceGroup, seq: Sequence) -> None:
         stranger = Sequence(-1, [0])
         self.refused(lambda: self.manager.free(stranger))
         self.refused(lambda: self.manager.append_slots(stranger))
@@ -411,9 +437,9 @@ class WindowMachine(ManagerMachine):
     num_steps = 0
 
     @initialize(
-        block_size=st.integers(1, 4),
-        num_gpu_blocks=st.integers(3, 12),
-        num_cpu_blocks=st.integers(0, 8),
+        block_size=st.sampled_from([2, 1, 3, 4]),
+        num_gpu_blocks=st.sampled_from([8, 10, 12, 6, 4, 3]),
+        num_cpu_blocks=st.sampled_from([8, 6, 3, 0]),
         watermark=st.sampled_from([0.0, 0.0, 0.1, 0.25, 0.5]),
         sliding_window=st.integers(1, 7),
     )

@@ -15,7 +15,7 @@ from cache.block_manager import BlockSpaceManager
 from cache.interfaces import AllocStatus, Device
 from cache.sequence import Sequence, SequenceGroup, SequenceStatus
 
-NUM_EXAMPLES = int(os.environ.get("PREFIXLAB_EXAMPLES", "200")) // 2
+NUM_EXAMPLES = int(os.environ.get("PREFIXLAB_EXAMPLES", "250"))
 
 index = st.integers(0, 11)
 token = st.integers(0, 1)
@@ -28,9 +28,9 @@ class StepMachine(RuleBasedStateMachine):
     num_steps = 0
 
     @initialize(
-        block_size=st.integers(1, 4),
-        num_gpu_blocks=st.integers(3, 12),
-        num_cpu_blocks=st.integers(0, 8),
+        block_size=st.sampled_from([2, 1, 3, 4]),
+        num_gpu_blocks=st.sampled_from([8, 10, 12, 6, 4, 3]),
+        num_cpu_blocks=st.sampled_from([8, 6, 3, 0]),
         evictor=st.sampled_from(["lru", "fifo"]),
         sliding_window=st.sampled_from([None, None, None, 1, 2, 3, 5]),
     )
@@ -46,6 +46,7 @@ class StepMachine(RuleBasedStateMachine):
         self.window = sliding_window
         self.kv: dict[tuple[Device, int, int], object] = {}
         self.groups: list[SequenceGroup] = []
+        self.history: list[Sequence] = []
         self.scheduled: dict[Sequence, int] = {}
         self.next_id = 0
         self.now = 0
@@ -84,19 +85,23 @@ class StepMachine(RuleBasedStateMachine):
     @rule(
         prompt=st.lists(token, min_size=1, max_size=13),
         alike=index,
-        length=st.integers(0, 10),
+        length=st.integers(0, 12),
         key=extra_key,
+        served=st.booleans(),
     )
-    def submit(self, prompt: list[int], alike: int, length: int, key: object) -> None:
-        """A prompt, often one that starts like another sequence."""
-        others = [seq for group in self.groups for seq in group.seqs]
-        if others and length:
-            other = others[alike % len(others)]
+    def submit(self, prompt: list[int], alike: int, length: int, key: object, served: bool) -> None:
+        """A prompt, often one that starts like another sequence, living or gone."""
+        if self.history and length:
+            other = self.history[-1 - alike % len(self.history)]
             prompt = other.token_ids[:length].tolist() + prompt[:3]
             key = other.extra_key
         seq = Sequence(self.fresh_id(), prompt, key)
         self.groups.append(SequenceGroup(seq.seq_id, [seq]))
+        self.history.append(seq)
         self.admit(len(self.seqs(SequenceStatus.WAITING)) - 1)
+        if served and seq.status is SequenceStatus.RUNNING:
+            self.scheduled[seq] = seq.num_tokens
+            self.run_step()
 
     @precondition(lambda self: self.seqs(SequenceStatus.WAITING))
     @rule(number=index)
