@@ -20,7 +20,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	touch $@
 
 test: setup  ## run all tests
-	$(PY) -m pytest -n $(JOBS) -q
+	$(PY) -m pytest -n $(JOBS) --dist loadgroup -q
 
 lint: setup  ## check format and lint
 	$(VENV)/bin/ruff format --check .

@@ -55,9 +55,9 @@ class EngineOptions:
     num_lookahead_slots: int = 0
     """Slots kept for speculated tokens, of which this engine has none."""
     fixed_shapes: bool = False
-    """Compute every sequence in a pass of its own, and prompts a block at a time. Products of
-    matrices of one shape round in one way, so the KV of a prompt is equal to the last bit whatever
-    was cached and whoever else runs. Slow."""
+    """Compute every sequence in a pass of its own, prompts a block at a time and what was generated
+    a token at a time. Products of matrices of one shape round in one way, so the KV of a prompt is
+    equal to the last bit whatever other prompts left in the cache and whoever else runs. Slow."""
 
     def __post_init__(self) -> None:
         if self.kernels not in OPS:
@@ -65,6 +65,11 @@ class EngineOptions:
         for name in ("max_num_seqs", "max_num_batched_tokens"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name}={getattr(self, name)}: expected at least 1")
+        if self.fixed_shapes and self.max_num_batched_tokens < self.block_size:
+            raise InputError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens}: expected at least "
+                f"block_size={self.block_size} with fixed_shapes"
+            )
         if self.num_lookahead_slots < 0:
             raise InputError(f"num_lookahead_slots={self.num_lookahead_slots}: expected at least 0")
 
@@ -272,6 +277,7 @@ class Engine:
         if not has_preempted:
             self._swap_in(plan)
             self._admit(plan)
+        assert plan.work or has_preempted or not self.has_unfinished(), "no request can go on"
         self.stats.copied_blocks += len(plan.copies)
         self.kv_cache.apply(plan.copies.drain(), _pairs(plan.swap_out), _pairs(plan.swap_in))
         self._compute(plan)
@@ -306,15 +312,17 @@ class Engine:
             return
         for index, seq in enumerate(job.seqs):
             target = job.target(index)
-            end = self._chunk_end(seq.num_computed_tokens, len(target))
+            end = self._chunk_end(job, seq.num_computed_tokens, len(target))
             seq.append_token_ids(target[seq.num_tokens : end])
 
-    def _chunk_end(self, start: int, end: int) -> int:
+    def _chunk_end(self, job: _Job, start: int, end: int) -> int:
         """Where a chunk from `start` ends that is to reach `end`."""
-        if self.options.fixed_shapes:
-            size = self.options.block_size
-            return min(end, (start // size + 1) * size)
-        return min(end, start + self.options.max_num_batched_tokens)
+        if not self.options.fixed_shapes:
+            return min(end, start + self.options.max_num_batched_tokens)
+        if start >= len(job.prompt):
+            return min(end, start + 1)
+        size = self.options.block_size
+        return min(len(job.prompt), (start // size + 1) * size, end)
 
     def _schedule(self, job: _Job, plan: "_StepPlan") -> None:
         """Take the slots of a job that has room, and plan what its sequences compute."""
@@ -323,13 +331,14 @@ class Engine:
             plan.copies.record(pairs[:, 0], pairs[:, 1])
         for index, seq in enumerate(job.seqs):
             start = seq.num_computed_tokens
-            end = seq.num_tokens if job.is_forked else self._chunk_end(start, seq.num_tokens)
             # A token that was appended is computed in this step: others may share its block.
-            count = end - start if job.is_forked else min(end - start, plan.budget)
-            if self.options.fixed_shapes and count < end - start:
-                count = 0
-            if count > 0:
-                plan.add(job, index, Span(seq, start, count))
+            end = seq.num_tokens
+            if not job.is_forked:
+                end = self._chunk_end(job, start, end)
+                if end > start + plan.budget:
+                    end = start if self.options.fixed_shapes else start + plan.budget
+            if end > start:
+                plan.add(job, index, Span(seq, start, end - start))
 
     def _compute(self, plan: "_StepPlan") -> None:
         """Run the model over the plan's spans, and note what is computed."""
@@ -509,7 +518,7 @@ class _StepPlan:
 
     def add(self, job: _Job, index: int, span: Span) -> None:
         self.work.append(_Work(job, index, span))
-        self.budget -= span.count
+        self.budget = max(0, self.budget - span.count)
 
 
 def _pairs(parts: list[np.ndarray]) -> np.ndarray:

@@ -348,6 +348,7 @@ def test_bad_engine_options_are_refused() -> None:
         ({"max_num_seqs": 0}, "max_num_seqs=0"),
         ({"max_num_batched_tokens": 0}, "max_num_batched_tokens=0"),
         ({"num_lookahead_slots": -1}, "num_lookahead_slots=-1"),
+        ({"fixed_shapes": True, "max_num_batched_tokens": 3}, "at least block_size=4"),
     ):
         with pytest.raises(InputError, match=message):
             make_engine(tiny("tiny_llama"), **options)
