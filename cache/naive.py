@@ -43,6 +43,10 @@ class SequencePlan(NamedTuple):
     """int64 [num_full_blocks]; empty without caching."""
     found: np.ndarray
     """int32 [num_full_blocks], the cached block or -1; empty without caching."""
+    num_prefix_hits: int
+    """Hits before the first miss."""
+    num_late_hits: int
+    """Hits behind a miss: the block before them was evicted."""
     num_new: int
     """Blocks that need a new id."""
     num_revived: int
@@ -313,7 +317,9 @@ class NaiveBlockAllocator(BlockAllocator):
             root, hashes: the extra key's root and the full blocks' hashes, if known; not used
                 without caching.
         """
-        return SequencePlan(np.int64(0), _NO_HASHES, _NO_IDS, self.num_blocks_for(num_slots), 0, 0)
+        return SequencePlan(
+            np.int64(0), _NO_HASHES, _NO_IDS, 0, 0, self.num_blocks_for(num_slots), 0, 0
+        )
 
     def allocate_sequence(self, tokens: np.ndarray, plan: SequencePlan) -> np.ndarray:
         """Take the blocks of a new sequence, int32 [num_blocks], or raise NoFreeBlocksError.

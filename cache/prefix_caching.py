@@ -132,32 +132,35 @@ class PrefixCachingBlockAllocator(NaiveBlockAllocator):
         if hashes is None:
             hashes = self.hasher.hash_chain(blocks, root)
         found = self._lookup(hashes, blocks)
-        hits = found[found >= 0]
-        num_hits = len(hits)
+        is_hit = found >= 0
+        run = _run_length(is_hit)
+        num_hits = int(np.count_nonzero(is_hit))
         num_revived = num_computed = 0
         if num_hits:
+            hits = found[:run] if num_hits == run else found[is_hit]
             num_revived = num_hits - int(np.count_nonzero(self.pool.ref_count[hits]))
-            skippable = min(_run_length(found >= 0), (len(tokens) - 1) // self.block_size)
+            skippable = min(run, (len(tokens) - 1) // self.block_size)
             num_computed = _run_length(self.pool.computed[found[:skippable]])
         num_new = self.num_blocks_for(num_slots) - num_hits
-        return SequencePlan(root, hashes, found, num_new, num_revived, num_computed)
+        return SequencePlan(
+            root, hashes, found, run, num_hits - run, num_new, num_revived, num_computed
+        )
 
     def allocate_sequence(self, tokens: np.ndarray, plan: SequencePlan) -> np.ndarray:
         self._require(plan.num_taken)
         num_full = len(plan.found)
         self.stats.lookups += num_full
-        is_hit = plan.found >= 0
-        run = _run_length(is_hit)
-        prefix = plan.found[:run]
-        rest = plan.found[run:]
-        late_hits = rest[is_hit[run:]]
+        run = plan.num_prefix_hits
+        self.stats.hits += run + plan.num_late_hits
         # Hits are referenced before anything is evicted, so that no request evicts its own prefix.
-        hits = np.concatenate([prefix, late_hits]) if len(late_hits) else prefix
-        self._reference_cached(hits)
-        self.stats.hits += len(hits)
-        new_ids = self._take(plan.num_new, plan.hashes[~is_hit])
-        if len(late_hits):
+        if plan.num_late_hits:
+            is_hit = plan.found >= 0
+            self._reference_cached(plan.found[is_hit])
+            new_ids = self._take(plan.num_new, plan.hashes[~is_hit])
             return self._allocate_around_late_hits(tokens, plan, new_ids)
+        prefix, rest = plan.found[:run], plan.found[run:]
+        self._reference_cached(prefix)
+        new_ids = self._take(plan.num_new, plan.hashes[run:])
         previous = int(prefix[-1]) if run else NO_BLOCK
         self._write_new(new_ids, tokens[run * self.block_size :], run, previous)
         parents = _parents(plan.root, plan.hashes, run)
@@ -223,7 +226,9 @@ class PrefixCachingBlockAllocator(NaiveBlockAllocator):
             return found
         hit_ids = found
         if num_hits < len(found):
-            token_blocks, hit_ids = token_blocks[is_hit], found[is_hit]
+            # Most often the hits are a prefix, and a slice is cheaper than a selection.
+            hits = slice(num_hits) if _run_length(is_hit) == num_hits else is_hit
+            token_blocks, hit_ids = token_blocks[hits], found[hits]
         stored = self.pool.token_ids.take(hit_ids, axis=0)
         if stored.tobytes() != token_blocks.tobytes():
             hits = np.flatnonzero(is_hit)
