@@ -16,7 +16,10 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import MISSING, DictConfig, OmegaConf
 
+from cache.evictor import POLICIES
+
 AUTO = "auto"
+UNBOUNDED = "unbounded"
 
 
 class InputError(ValueError):
@@ -34,11 +37,15 @@ class Preemption(StrEnum):
     swap = "swap"
 
 
-class EvictorName(StrEnum):
-    """Which cached block goes first when the pool is full."""
+EvictorName = StrEnum("EvictorName", {name: name for name in sorted(POLICIES)})
+"""Which cached block goes first when the pool is full: the names of the policies in `cache`."""
 
-    lru = "lru"
-    fifo = "fifo"
+
+class CacheModel(StrEnum):
+    """What `replay` takes a cache to be; see `experiments.cache_models`."""
+
+    flat = "flat"
+    blocks = "blocks"
 
 
 class HashAlgorithm(StrEnum):
@@ -50,16 +57,16 @@ class HashAlgorithm(StrEnum):
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers from `low` to `high`, each end included unless open; with `auto`, also "auto"."""
+    """Numbers from `low` to `high`, each end included unless open, and some words."""
 
     low: float
     high: float = math.inf
     low_open: bool = False
     high_open: bool = False
-    auto: bool = False
+    words: tuple[str, ...] = ()
 
     def __contains__(self, value: Any) -> bool:
-        if self.auto and value == AUTO:
+        if value in self.words:
             return True
         if isinstance(value, bool) or not isinstance(value, int | float) or math.isinf(value):
             return False
@@ -70,7 +77,7 @@ class Range:
         text = f"a number {'>' if self.low_open else '>='} {self.low:g}"
         if not math.isinf(self.high):
             text += f" and {'<' if self.high_open else '<='} {self.high:g}"
-        return text + (f" or {AUTO!r}" if self.auto else "")
+        return "".join([text, *(f" or {word!r}" for word in self.words)])
 
 
 def ranged(range_: Range, default: Any = MISSING) -> Any:
@@ -89,8 +96,8 @@ class CacheConfig:
 
     block_size: int = ranged(COUNT, 16)
     watermark: float = ranged(Range(0, 1, high_open=True), 0.01)
-    num_gpu_blocks: int | str = ranged(Range(1, auto=True), AUTO)
-    num_cpu_blocks: int | str = ranged(Range(0, auto=True), AUTO)
+    num_gpu_blocks: int | str = ranged(Range(1, words=(AUTO,)), AUTO)
+    num_cpu_blocks: int | str = ranged(Range(0, words=(AUTO,)), AUTO)
     enable_caching: bool = True
     sliding_window: int | None = ranged(COUNT, None)  # tokens
     hash_algorithm: HashAlgorithm = HashAlgorithm.mix64
@@ -141,7 +148,7 @@ class GpuConfig:
     memory_bytes_per_s: float = ranged(POSITIVE)
     pcie_bytes_per_s: float = ranged(POSITIVE)  # one direction
     link_bytes_per_s: float = ranged(POSITIVE)  # GPU to GPU, one direction
-    tensor_parallel: int | str = ranged(Range(1, auto=True), AUTO)
+    tensor_parallel: int | str = ranged(Range(1, words=(AUTO,)), AUTO)
     compute_efficiency: float = ranged(EFFICIENCY, 0.6)
     memory_efficiency: float = ranged(EFFICIENCY, 0.8)
     transfer_efficiency: float = ranged(EFFICIENCY, 0.8)
@@ -232,10 +239,36 @@ class ServeConfig:
     fail_fast: bool = False  # after a failed point, leave the rest of the sweep unrun
 
 
+@dataclass
+class ReplayCacheConfig:
+    """The cache that a trace is replayed through."""
+
+    model: CacheModel = CacheModel.blocks
+    block_size: int = ranged(COUNT, 512)
+    num_gpu_blocks: int | str = ranged(Range(1, words=(AUTO, UNBOUNDED)), AUTO)
+    reuse_uncached_first: bool = False
+    overlap: bool = False
+    from_tokens: bool = False
+
+
+@dataclass
+class ReplayConfig:
+    """Everything that determines the replay of a trace through a cache."""
+
+    cache: ReplayCacheConfig = field(default_factory=ReplayCacheConfig)
+    evictor: EvictorConfig = field(default_factory=EvictorConfig)
+    workload: WorkloadConfig = field(default_factory=WorkloadConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    gpu: GpuConfig = field(default_factory=GpuConfig)
+    seed: int = ranged(Range(0, 2**63 - 1), 0)
+    fail_fast: bool = False  # after a failed point, leave the rest of the sweep unrun
+
+
 def register() -> None:
     """Make the dataclasses known to Hydra, under the names that `configs/` refers to."""
     store = ConfigStore.instance()
     store.store(name="serve_schema", node=ServeConfig)
+    store.store(name="replay_schema", node=ReplayConfig)
     for group, name, node in (
         ("model", "model", ModelConfig),
         ("gpu", "gpu", GpuConfig),
@@ -254,21 +287,50 @@ def to_serve_config(composed: DictConfig) -> ServeConfig:
     Raises ConfigError naming key, value and what was expected; omegaconf's
     MissingMandatoryValue, naming the key, where a value was never given.
     """
-    missing = sorted(OmegaConf.missing_keys(composed))
-    if missing:
-        raise ConfigError(f"{missing[0]} is not set: give it as {missing[0]}=VALUE")
-    config = OmegaConf.to_object(composed)
+    config = _to_object(composed)
     validate(config)
     return config
 
 
-def validate(config: ServeConfig) -> None:
-    """Check every declared range, and the rules that join two keys. Raises ConfigError."""
+def to_replay_config(composed: DictConfig) -> ReplayConfig:
+    """As `to_serve_config`, for `replay`."""
+    config = _to_object(composed)
+    check_ranges(config)
+    check_heads(config.model)
+    if config.cache.overlap and config.cache.model is CacheModel.flat:
+        raise ConfigError("cache.overlap=true: expected cache.model=blocks, which holds blocks")
+    return config
+
+
+def _to_object(composed: DictConfig) -> Any:
+    missing = sorted(OmegaConf.missing_keys(composed))
+    if missing:
+        raise ConfigError(f"{missing[0]} is not set: give it as {missing[0]}=VALUE")
+    return OmegaConf.to_object(composed)
+
+
+def check_ranges(config: Any) -> None:
+    """Check every declared range. Raises ConfigError."""
     for key, value, range_ in _ranged_values("", config):
         for item in value if isinstance(value, list) else [value]:
             if item not in range_:
                 raise ConfigError(f"{key}={item!r}: expected {range_}")
-    cache, scheduler, model = config.cache, config.scheduler, config.model
+
+
+def check_heads(model: ModelConfig) -> None:
+    """Check that KV heads divide the heads. Raises ConfigError."""
+    if model.num_heads % model.num_kv_heads:
+        raise ConfigError(
+            f"model.num_heads={model.num_heads}: expected a multiple of "
+            f"model.num_kv_heads={model.num_kv_heads}"
+        )
+
+
+def validate(config: ServeConfig) -> None:
+    """Check every declared range, and the rules that join two keys. Raises ConfigError."""
+    check_ranges(config)
+    check_heads(config.model)
+    cache, scheduler = config.cache, config.scheduler
     if cache.sliding_window is not None and cache.enable_caching:
         raise ConfigError(
             f"cache.sliding_window={cache.sliding_window}: expected cache.enable_caching=false, "
@@ -280,11 +342,6 @@ def validate(config: ServeConfig) -> None:
         raise ConfigError(
             f"scheduler.max_num_batched_tokens={scheduler.max_num_batched_tokens}: expected at "
             f"least scheduler.max_num_seqs={scheduler.max_num_seqs}, one token a sequence"
-        )
-    if model.num_heads % model.num_kv_heads:
-        raise ConfigError(
-            f"model.num_heads={model.num_heads}: expected a multiple of "
-            f"model.num_kv_heads={model.num_kv_heads}"
         )
     if isinstance(config.workload, IndependentConfig) and not config.workload.sample_counts:
         raise ConfigError("workload.sample_counts=[]: expected at least one number")

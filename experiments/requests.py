@@ -75,7 +75,7 @@ def segment_token_ids(segments: tuple[Segment, ...], seed: int) -> np.ndarray:
     ends = np.cumsum(lengths)
     counters = _counters(int(ends[-1]))  # [num_tokens]
     # Subtracting a segment's start makes the counter restart at each segment.
-    keys = _mix(table[:, 0].astype(np.uint64) ^ _mix(np.array([seed], dtype=np.uint64)))
+    keys = mix(table[:, 0].astype(np.uint64) ^ mix(np.array([seed], dtype=np.uint64)))
     keys -= (ends - lengths).astype(np.uint64) * GOLDEN_GAMMA
     mixed = np.repeat(keys, lengths)  # [num_tokens]
     mixed += counters
@@ -85,7 +85,7 @@ def segment_token_ids(segments: tuple[Segment, ...], seed: int) -> np.ndarray:
     return mixed.astype(np.int32)
 
 
-def _mix(values: np.ndarray) -> np.ndarray:
+def mix(values: np.ndarray) -> np.ndarray:
     """The finaliser of splitmix64, a bijection of uint64."""
     values = (values ^ (values >> np.uint64(30))) * MIX_1
     values = (values ^ (values >> np.uint64(27))) * MIX_2

@@ -158,6 +158,24 @@ class Roofline:
             + self._overhead_s
         )
 
+    def prefill_seconds(self, query_lens: np.ndarray, context_lens: np.ndarray) -> np.ndarray:
+        """What `step_seconds` says of each sequence in a step of its own, float64 [num_seqs].
+
+        Without a sliding window.
+        """
+        pairs = query_lens * context_lens - query_lens * (query_lens - 1) / 2
+        flops = (
+            self._flops_per_token * query_lens
+            + self._flops_per_sequence
+            + self._flops_per_pair * pairs
+        )
+        moved = self._kv_bytes_per_token * (context_lens + query_lens) + self._weight_bytes
+        return (
+            np.maximum(flops / self._flops_per_s, moved / self._bytes_per_s)
+            + self._reduce_s_per_token * query_lens
+            + self._overhead_s
+        )
+
     def copy_seconds(self, num_blocks: int) -> float:
         """Seconds that copying `num_blocks` within GPU memory takes: each is read and written."""
         return 2 * num_blocks * self._block_bytes / self._bytes_per_s
