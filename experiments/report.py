@@ -16,10 +16,15 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from .config import InputError
-from .plots import metric_figure, occupancy_figure
+from .plots import CAPACITY_KEYS, capacity_figure, metric_figure, occupancy_figure
 from .results import ResultsFolder, Row, write_whole
 
 NUM_BEST_ROWS = 5
+NAMED = ("workload", "prompts", "model", "gpu")
+WIDE_FIGURES = {
+    "capacity_curve": "Hit rate over capacity",
+    "occupancy": "Pool occupancy over time",
+}
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 1200px; margin: 2em auto;
        padding: 0 1em; }
@@ -47,7 +52,7 @@ def results_table(rows: list[Row]) -> pd.DataFrame:
             "message": row["message"],
             **{name: row["metrics"].get(name) for name in metrics},
             "wall_s": row["wall_s"],
-            **{group: row["config"][group]["name"] for group in ("workload", "model", "gpu")},
+            **_names(row),
             "seed": row["seed"],
             **row["provenance"],
             "config_hash": row["config_hash"],
@@ -106,8 +111,12 @@ def _figures(rows: list[Row], swept: list[str]) -> tuple[dict[str, Figure], dict
     """
     finished = [row for row in rows if row["status"] == "ok"]
     figures, constant = {}, {}
+    if set(swept) == CAPACITY_KEYS and any("block_hit_rate" in r["metrics"] for r in finished):
+        figures["capacity_curve"] = capacity_figure(finished)
     names = dict.fromkeys(name for row in finished for name in row["metrics"])
-    for metric in [name for name in names if "wall" not in name]:
+    # A metric that only repeats a swept key, such as the size of the pool, says nothing more.
+    repeated = {key.rpartition(".")[2] for key in swept}
+    for metric in [name for name in names if "wall" not in name and name not in repeated]:
         values = [row["metrics"].get(metric) for row in finished]
         # Compared as text, because NaN (no request finished) doesn't equal itself.
         if len(set(map(str, values))) == 1:
@@ -135,11 +144,11 @@ def _page(
     constant: dict[str, float],
     images: dict[str, bytes],
 ) -> str:
-    swept, app, names = manifest["swept_keys"], _escape(manifest["app"]), rows[0]["config"]
+    swept, app = manifest["swept_keys"], _escape(manifest["app"])
+    names = ", ".join(f"{group} {_escape(name)}" for group, name in _names(rows[0]).items())
     parts = [
         f"<h1>{app}: {' &times; '.join(map(_escape, swept)) or 'one run'}</h1>",
-        f"<p>{_escape(names['model']['name'])} on {_escape(names['gpu']['name'])}, workload "
-        f"{_escape(names['workload']['name'])}, seed {rows[0]['seed']}; rows: {len(rows)}.</p>",
+        f"<p>{names}, seed {rows[0]['seed']}; rows: {len(rows)}.</p>",
     ]
     if swept:
         levels = {key: dict.fromkeys(str(row["swept"][key]) for row in rows) for key in swept}
@@ -150,9 +159,10 @@ def _page(
     if failed:
         items = (f"<li>{_escape(_swept_text(r))}: {_escape(r['message'])}</li>" for r in failed)
         parts.append(f"<h2>Failed points</h2><ul>{''.join(items)}</ul>")
-    if "occupancy" in images:
-        parts.append("<h2>Pool occupancy over time</h2>" + _image("occupancy", images))
-    maps = [name for name in images if name != "occupancy"]
+    for name, heading in WIDE_FIGURES.items():
+        if name in images:
+            parts.append(f"<h2>{heading}</h2>" + _image(name, images))
+    maps = [name for name in images if name not in WIDE_FIGURES]
     if maps:
         parts.append("<h2>Metrics</h2><div class=maps>")
         parts += [_image(name, images) for name in maps]
@@ -173,6 +183,11 @@ def _page(
         f"<!doctype html><html lang=en><meta charset=utf-8><title>{app}</title>"
         f"<style>{STYLE}</style><body>{''.join(parts)}</body></html>"
     )
+
+
+def _names(row: Row) -> dict[str, str]:
+    """The names of what was run, by config group."""
+    return {group: row["config"][group]["name"] for group in NAMED if group in row["config"]}
 
 
 def _image(name: str, images: dict[str, bytes]) -> str:
