@@ -6,6 +6,7 @@ read and to be reasonably fast, and knows nothing of the arrays in `cache`. It u
 The rules that decide which id goes where:
 
 - A new block is the id given back last, then the lowest id never used, then the next victim.
+  Without `reuse_uncached_first`, all blocks given back are victims to be, cached or not.
 - The victim is the evictable block of the lowest rank (LRU: last access; FIFO: when it entered the
   cache, one number an operation), then the deepest in its chain, then the lowest id.
 - A table is released last block first; of several tables the last one first.
@@ -83,7 +84,13 @@ class ModelPool:
     """The blocks of one device."""
 
     def __init__(
-        self, num_blocks: int, block_size: int, caching: bool, lru: bool, first_id: int = 0
+        self,
+        num_blocks: int,
+        block_size: int,
+        caching: bool,
+        lru: bool,
+        first_id: int = 0,
+        reuse_uncached_first: bool = True,
     ) -> None:
         self.num_blocks = num_blocks
         self.total = num_blocks - first_id
@@ -91,6 +98,7 @@ class ModelPool:
         self.caching = caching
         self.lru = lru
         self.first_id = first_id
+        self.reuse_uncached_first = reuse_uncached_first
         self.clear()
 
     def clear(self) -> None:
@@ -126,8 +134,9 @@ class ModelPool:
             if self.evictable.get(victim.block_id) == entry:
                 break
         del self.evictable[victim.block_id]
-        self.unregister(victim)
-        self.stats.evictions += 1
+        if victim.cached:
+            self.unregister(victim)
+            self.stats.evictions += 1
         return ModelBlock(victim.block_id, depth, tokens)
 
     def reference(self, block: ModelBlock, count: int = 1) -> None:
@@ -142,7 +151,9 @@ class ModelPool:
         if block.refs:
             return
         self.copies.pop(block.block_id, None)
-        if block.cached and block.computed:
+        if block.cached and not block.computed:
+            self.unregister(block)
+        if block.cached or not self.reuse_uncached_first:
             rank = block.last_accessed if self.lru else block.entered
             entry = (rank, -block.depth, block.block_id)
             self.evictable[block.block_id] = entry
@@ -150,8 +161,6 @@ class ModelPool:
             if len(self.heap) > 2 * len(self.evictable) + 64:
                 self.sweep()
             return
-        if block.cached:
-            self.unregister(block)
         self.recycled.append(block.block_id)
 
     def sweep(self) -> None:
@@ -194,6 +203,7 @@ class CacheModel:
         sliding_window: int | None = None,
         enable_caching: bool = False,
         evictor: str = "lru",
+        reuse_uncached_first: bool = True,
     ) -> None:
         self.block_size = block_size
         self.caching = enable_caching
@@ -205,8 +215,10 @@ class CacheModel:
             first_id = 1
         lru = evictor == "lru"
         self.pools = [
-            ModelPool(num_gpu_blocks, block_size, enable_caching, lru, first_id),
-            ModelPool(num_cpu_blocks, block_size, enable_caching, lru),
+            ModelPool(
+                num_gpu_blocks, block_size, enable_caching, lru, first_id, reuse_uncached_first
+            ),
+            ModelPool(num_cpu_blocks, block_size, enable_caching, lru, 0, reuse_uncached_first),
         ]
         self.tables: dict[object, ModelTable] = {}
 
