@@ -447,17 +447,13 @@ class NaiveBlockAllocator(BlockAllocator):
             ValueError: if an id has fewer references than entries; nothing is changed.
         """
         ref_count = self.pool.ref_count
-        if distinct:
-            remaining = ref_count[block_ids] - 1
-        else:
-            np.subtract.at(ref_count, block_ids, 1)
-            remaining = ref_count[block_ids]
-            np.add.at(ref_count, block_ids, 1)
+        unique, counts = (block_ids, 1) if distinct else _count_occurrences(block_ids)
+        remaining = ref_count[unique] - counts
         if remaining.min(initial=0) < 0:
-            block_id = int(block_ids[remaining.argmin()])
+            block_id = int(unique[remaining.argmin()])
             raise ValueError(f"block {block_id} on {self.device.name} was freed before")
-        ref_count[block_ids] = remaining
-        unreferenced = block_ids[remaining == 0]
+        ref_count[unique] = remaining
+        unreferenced = block_ids[ref_count[block_ids] == 0]
         if not distinct:
             unreferenced = _last_occurrences(unreferenced)
         if len(unreferenced):
@@ -615,6 +611,13 @@ class NaiveBlockAllocator(BlockAllocator):
     def _check_device(self, device: Device | None) -> None:
         if device is not None and device != self.device:
             raise ValueError(f"device is {device!r}; this allocator serves {self.device!r}")
+
+
+def _count_occurrences(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the distinct ids, ascending, and how often each occurs."""
+    ordered = np.sort(ids)
+    starts = np.flatnonzero(np.concatenate([ordered[:1] >= 0, ordered[1:] != ordered[:-1]]))
+    return ordered[starts], np.diff(starts, append=len(ordered)).astype(np.int32)
 
 
 def _last_occurrences(ids: np.ndarray) -> np.ndarray:
