@@ -287,14 +287,14 @@ def to_serve_config(composed: DictConfig) -> ServeConfig:
     Raises ConfigError naming key, value and what was expected; omegaconf's
     MissingMandatoryValue, naming the key, where a value was never given.
     """
-    config = _to_object(composed)
+    config = to_object(composed)
     validate(config)
     return config
 
 
 def to_replay_config(composed: DictConfig) -> ReplayConfig:
     """As `to_serve_config`, for `replay`."""
-    config = _to_object(composed)
+    config = to_object(composed)
     check_ranges(config)
     check_heads(config.model)
     if config.cache.overlap and config.cache.model is CacheModel.flat:
@@ -302,7 +302,8 @@ def to_replay_config(composed: DictConfig) -> ReplayConfig:
     return config
 
 
-def _to_object(composed: DictConfig) -> Any:
+def to_object(composed: DictConfig) -> Any:
+    """The dataclasses of what Hydra composed. Raises ConfigError, naming a key without value."""
     missing = sorted(OmegaConf.missing_keys(composed))
     if missing:
         raise ConfigError(f"{missing[0]} is not set: give it as {missing[0]}=VALUE")

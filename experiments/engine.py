@@ -158,7 +158,8 @@ class Engine:
     Attributes:
         manager, kv_cache: which blocks, and what is in them.
         stats: what happened so far.
-        occupancy: after each step, (seconds, blocks in use, evictable, free).
+        occupancy: after each step, (seconds since the first one began, blocks in use, evictable,
+            free).
     """
 
     def __init__(self, loaded: LoadedModel, options: EngineOptions) -> None:
@@ -194,7 +195,7 @@ class Engine:
         self._outputs: dict[int, RequestOutput] = {}
         self._num_requests = 0
         self._num_seqs_made = 0
-        self._start_s = time.perf_counter()
+        self._start_s: float | None = None
 
     # -- requests
 
@@ -272,6 +273,8 @@ class Engine:
 
     def step(self) -> list[RequestOutput]:
         """Schedule and compute one step; returns the requests that it finished."""
+        if self._start_s is None:
+            self._start_s = time.perf_counter()
         plan = _StepPlan(self.options.max_num_batched_tokens)
         has_preempted = self._continue_running(plan)
         if not has_preempted:

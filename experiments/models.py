@@ -23,6 +23,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     Gemma2Config,
+    GenerationConfig,
     GptOssConfig,
     LlamaConfig,
     PreTrainedModel,
@@ -145,29 +146,35 @@ MODELS: dict[str, Callable[..., tuple[PreTrainedModel, PreTrainedTokenizerBase |
 
 
 def generate_with_transformers(
-    loaded: LoadedModel, prompt: list[int], max_tokens: int, **options: Any
+    loaded: LoadedModel,
+    prompt: list[int],
+    max_tokens: int,
+    stop_token_ids: tuple[int, ...] = (),
+    **options: Any,
 ) -> list[list[int]]:
     """What transformers' own `generate` answers, with its eager attention and its own cache.
 
-    Returns the new tokens of each returned sequence, without what follows a stop token.
+    Returns the new tokens of each returned sequence, up to a stop token.
     """
     model = loaded.model
-    ours = model.config._attn_implementation
+    ours, defaults = model.config._attn_implementation, model.generation_config
     model.set_attn_implementation("eager")
+    # An end that the model brings along can't be unset by an option.
+    model.generation_config = GenerationConfig(eos_token_id=list(stop_token_ids) or None)
     try:
         ids = torch.tensor([prompt], device=model.device)
-        pad = loaded.stop_token_ids[0] if loaded.stop_token_ids else 0
         texts = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=max_tokens,
             do_sample=False,
-            pad_token_id=pad,
+            pad_token_id=0,
             **options,
         )
     finally:
         model.set_attn_implementation(ours)
-    return [_until_stop(text[len(prompt) :], loaded.stop_token_ids) for text in texts.tolist()]
+        model.generation_config = defaults
+    return [_until_stop(text[len(prompt) :], stop_token_ids) for text in texts.tolist()]
 
 
 def _until_stop(token_ids: list[int], stop_token_ids: tuple[int, ...]) -> list[int]:

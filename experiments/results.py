@@ -18,7 +18,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +33,9 @@ MANIFEST = "sweep.json"
 NOT_IDENTITY = ("hydra", "fail_fast")
 """Top-level keys that change how a sweep runs, not what a point measures."""
 REPOSITORY = Path(__file__).resolve().parent.parent
-CODE = ("cache", "experiments")
+CODE = ("cache", "kernels", "experiments")
 """Packages whose source decides what a point measures."""
+PACKAGES = ("numpy", "hydra-core", "omegaconf", "torch", "triton", "transformers")
 
 log = logging.getLogger(__name__)
 Row = dict[str, Any]
@@ -59,8 +60,14 @@ def provenance() -> dict[str, str]:
 
 
 def _versions() -> dict[str, str]:
-    packages = {name: version(name) for name in ("numpy", "hydra-core", "omegaconf")}
-    return {"python": platform.python_version(), **packages}
+    return {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}}
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "absent"
 
 
 def _code_hash() -> str:

@@ -6,6 +6,7 @@ Plain-torch kernels and tiny models of all families; see test_engine_triton for 
 import numpy as np
 import pytest
 
+from cache.evictor import POLICIES
 from experiments.config import InputError, Preemption
 from experiments.decoding import SamplingParams
 from experiments.models import LoadedModel, generate_with_transformers, load_model
@@ -88,6 +89,15 @@ def test_a_partly_evicted_prompt_keeps_its_start(name: str) -> None:
     assert outputs[2].completions[0].token_ids == expected(name, LONG)
     assert engine.manager.get_stats().evictions > 0
     assert 0 < outputs[2].num_cached_tokens < 36
+
+
+@pytest.mark.parametrize("evictor", sorted(POLICIES.keys() - {"belady"}))
+def test_every_eviction_policy_leaves_the_tokens_alone(evictor: str) -> None:
+    engine = make_engine(tiny("tiny_llama"), num_gpu_blocks=14, evictor=evictor)
+    prompts = [LONG, random_prompt(20, seed=1), LONG[:20], LONG, random_prompt(30, seed=2), LONG]
+    outputs = [run(engine, [prompt])[0] for prompt in prompts]
+    assert first_texts(outputs) == greedy("tiny_llama", prompts)
+    assert engine.manager.get_stats().evictions > 0
 
 
 @pytest.mark.parametrize("caching", [False, True], ids=["off", "on"])
@@ -204,19 +214,17 @@ def test_beam_search_gives_the_beams_of_transformers(name: str, options: dict) -
 
 @pytest.mark.parametrize("length_penalty", [0.0, 0.5, 1.0])
 def test_beams_end_at_stop_tokens_as_those_of_transformers(length_penalty: float) -> None:
-    loaded = load_model("tiny_llama")
-    prompt = list(random_prompt(9))
+    loaded, prompt = tiny("tiny_llama"), list(random_prompt(9))
     ends = 0
     for stop in range(0, 128, 8):
-        loaded.model.generation_config.eos_token_id = stop
         beams = generate_with_transformers(
             loaded,
             prompt,
             NUM_TOKENS,
+            (stop,),
             num_beams=3,
             num_return_sequences=3,
             length_penalty=length_penalty,
-            eos_token_id=stop,
         )
         params = SamplingParams(
             NUM_TOKENS, beam_width=3, length_penalty=length_penalty, stop_token_ids=(stop,)

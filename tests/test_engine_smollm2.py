@@ -38,7 +38,8 @@ def prompts(smollm2: LoadedModel) -> list[tuple[int, ...]]:
 
 @pytest.fixture(scope="module")
 def expected(smollm2: LoadedModel, prompts: list[tuple[int, ...]]) -> list[list[int]]:
-    return [generate_with_transformers(smollm2, list(p), NUM_TOKENS)[0] for p in prompts]
+    stops = smollm2.stop_token_ids
+    return [generate_with_transformers(smollm2, list(p), NUM_TOKENS, stops)[0] for p in prompts]
 
 
 @pytest.fixture

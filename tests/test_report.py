@@ -167,7 +167,7 @@ def test_occupancy_has_a_labelled_panel_a_point() -> None:
         "block_size 1, watermark 1",
     ]
     assert [text.get_text() for text in figure.legends[0].texts] == ["in use", "cached", "free"]
-    assert figure.get_supxlabel() == "simulated time, s"
+    assert figure.get_supxlabel() == "time, s"
     many = occupancy_figure(make_rows("a", levels=100), ["a"])
     assert sum(bool(axis.get_title()) for axis in many.axes) == MAX_OCCUPANCY_PANELS
 

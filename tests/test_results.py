@@ -119,7 +119,7 @@ def test_a_hash_names_what_is_measured_and_not_how_the_sweep_runs() -> None:
 
 def test_provenance_is_complete() -> None:
     made_by = results.provenance()
-    assert {"commit", "code_hash", "python", "numpy", "hydra-core", "omegaconf"} == set(made_by)
+    assert {"commit", "code_hash", "python", *results.PACKAGES} == set(made_by)
     assert all(made_by.values())
 
 
