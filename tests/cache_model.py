@@ -21,6 +21,7 @@ from dataclasses import dataclass
 GPU, CPU = 0, 1
 
 Key = tuple[int, tuple[int, ...]]  # the hash before a block and its tokens
+Entry = tuple[float, int, int]  # rank, minus depth, block id: the least is evicted first
 Pair = tuple[int, int]  # a block to copy from and one to copy to
 
 
@@ -106,8 +107,9 @@ class ModelPool:
         self.recycled: list[int] = []
         self.next_fresh = self.first_id
         self.index: dict[Key, ModelBlock] = {}
-        self.evictable: dict[int, tuple[float, int, int]] = {}
-        self.heap: list[tuple[tuple[float, int, int], ModelBlock]] = []
+        # A heap entry is live where it is the one that its block has in `evictable`.
+        self.evictable: dict[int, tuple[Entry, ModelBlock]] = {}
+        self.heap: list[Entry] = []
         self.operation = 0
         self.copies: dict[int, int] = {}
         self.stats = ModelStats()
@@ -130,9 +132,11 @@ class ModelPool:
             self.next_fresh += 1
             return ModelBlock(self.next_fresh - 1, depth, tokens)
         while True:
-            entry, victim = heapq.heappop(self.heap)
-            if self.evictable.get(victim.block_id) == entry:
+            entry = heapq.heappop(self.heap)
+            held = self.evictable.get(entry[2])
+            if held and held[0] == entry:
                 break
+        victim = held[1]
         del self.evictable[victim.block_id]
         if victim.cached:
             self.unregister(victim)
@@ -156,22 +160,13 @@ class ModelPool:
         if block.cached or not self.reuse_uncached_first:
             rank = block.last_accessed if self.lru else block.entered
             entry = (rank, -block.depth, block.block_id)
-            self.evictable[block.block_id] = entry
-            heapq.heappush(self.heap, (entry, block))
+            self.evictable[block.block_id] = entry, block
+            heapq.heappush(self.heap, entry)
             if len(self.heap) > 2 * len(self.evictable) + 64:
-                self.sweep()
+                self.heap = [live for live, _ in self.evictable.values()]
+                heapq.heapify(self.heap)
             return
         self.recycled.append(block.block_id)
-
-    def sweep(self) -> None:
-        """Drop entries of blocks that are no longer evictable, and repeated ones."""
-        live = {
-            entry: block
-            for entry, block in self.heap
-            if self.evictable.get(block.block_id) == entry and not block.refs
-        }
-        self.heap = list(live.items())
-        heapq.heapify(self.heap)
 
     def register(self, block: ModelBlock) -> None:
         """Enter a full block into the cache unless its content is there already."""

@@ -193,10 +193,27 @@ class ManagerMachine(RuleBasedStateMachine):
         self.decode(self.pick_some(seqs, numbers) if seqs else [], new, ahead)
 
     @precondition(lambda self: self.live(Device.GPU))
-    @rule(new=st.lists(token, min_size=8, max_size=8), num_steps=st.integers(1, 3))
-    def decode_all(self, new: list[int], num_steps: int) -> None:
+    @rule(
+        new=st.lists(token, min_size=8, max_size=8),
+        num_steps=st.integers(1, 3),
+        alike=st.booleans(),
+    )
+    def decode_all(self, new: list[int], num_steps: int, alike: bool) -> None:
         for step in range(num_steps):
-            self.decode(self.seen()[:8], new[step:] + new[:step], 0)
+            seqs = self.seen()[:8]
+            new = new[step:] + new[:step]
+            if alike:
+                new = [self.follow(seq, new[i]) for i, seq in enumerate(seqs)]
+            self.decode(seqs, new, 0)
+
+    def follow(self, seq: Sequence, otherwise: int) -> int:
+        """The next token of another sequence that starts like this one, to fill blocks alike."""
+        mine = seq.token_ids.tolist()
+        for other in self.history[::-1]:
+            theirs = other.token_ids.tolist()
+            if len(theirs) > len(mine) and theirs[: len(mine)] == mine:
+                return theirs[len(mine)]
+        return otherwise
 
     def seen(self) -> list[Sequence]:
         return [seq for _, seq in self.live(Device.GPU) if not self.unseen(seq)]

@@ -125,11 +125,16 @@ class StepMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.decoding())
     @rule(
-        new=st.lists(token, min_size=12, max_size=12), count=st.integers(1, 4), ahead=st.booleans()
+        new=st.lists(token, min_size=12, max_size=12),
+        count=st.sampled_from([1, 1, 2, 3]),
+        ahead=st.booleans(),
+        alike=st.booleans(),
     )
-    def decode(self, new: list[int], count: int, ahead: bool) -> None:
+    def decode(self, new: list[int], count: int, ahead: bool, alike: bool) -> None:
         """All that can, in one batch or, with draft tokens, one by one."""
         seqs = [seq for _, seq in self.decoding()][: len(new)]
+        if alike:
+            new = [self.follow(seq, t) for seq, t in zip(seqs, new, strict=False)] + new
         rows = self.manager.rows_of(seqs)
         if count == 1:
             if (
@@ -152,6 +157,15 @@ class StepMachine(RuleBasedStateMachine):
             else:
                 self.give_up(group, seq)
             new = new[1:] + new[:1]
+
+    def follow(self, seq: Sequence, otherwise: int) -> int:
+        """The next token of another sequence that starts like this one, to fill blocks alike."""
+        mine = seq.token_ids.tolist()
+        for other in self.history[::-1]:
+            theirs = other.token_ids.tolist()
+            if len(theirs) > len(mine) and theirs[: len(mine)] == mine:
+                return theirs[len(mine)]
+        return otherwise
 
     @precondition(lambda self: self.decoding())
     @rule(number=index, num_children=st.integers(1, 3))
