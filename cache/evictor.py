@@ -89,6 +89,7 @@ class PolicyEvictor:
         self._is_evictable.fill(False)
         self._size = 0
         self._policy = self._make_policy()
+        self._next_uncached = -(1 << 64)  # a key that no content has
         self._key_of: dict[int, int] = {}
         self._block_of: dict[int, int] = {}
 
@@ -101,8 +102,9 @@ class PolicyEvictor:
         self._insert(block_ids, self._pool.content_hash[block_ids].tolist())
 
     def on_uncached(self, block_ids: np.ndarray) -> None:
-        # No content hash is below -2^63.
-        self._insert(block_ids, [-(1 << 64) - block_id for block_id in block_ids.tolist()])
+        last = self._next_uncached - len(block_ids)
+        self._insert(block_ids, list(range(self._next_uncached, last, -1)))
+        self._next_uncached = last
 
     def _insert(self, block_ids: np.ndarray, keys: list[int]) -> None:
         depths = self._pool.depth[block_ids].tolist()

@@ -1,5 +1,6 @@
 """FIFO: the block that entered the cache first goes first, however often it was hit since."""
 
+import heapq
 from collections import OrderedDict
 
 import numpy as np
@@ -28,7 +29,10 @@ class FIFOEvictor(RankedEvictor):
 
 
 class FIFO(Policy):
-    """Evicts the key that was inserted first."""
+    """Evicts the key that was inserted first.
+
+    Keys that were parked are older than all in the queue; they come back by age.
+    """
 
     name = "fifo"
     evictor_type = FIFOEvictor
@@ -36,6 +40,8 @@ class FIFO(Policy):
     def __init__(self, capacity: int, block_size: int = 1, future: Future | None = None) -> None:
         super().__init__(capacity, block_size, future)
         self._queue: Queue = OrderedDict()
+        self._older: list[tuple[int, int]] = []  # a heap of (age number, key)
+        self._num_popped = 0
 
     def insert(self, key: int, depth: int = 0) -> None:
         self._queue[key] = None
@@ -44,7 +50,22 @@ class FIFO(Policy):
         pass
 
     def evict(self, incoming: int | None = None) -> int:
-        return self._pop(self._queue)
+        while self._older:
+            number, key = heapq.heappop(self._older)
+            if key not in self._pinned:
+                return key
+            self._park(key, number)
+        while (key := self._queue.popitem(last=False)[0]) in self._pinned:
+            self._num_popped += 1
+            self._park(key, self._num_popped)
+        return key
 
     def forget(self, key: int) -> None:
-        del self._queue[key]
+        if key in self._queue:
+            del self._queue[key]
+            return
+        self._older = [entry for entry in self._older if entry[1] != key]
+        heapq.heapify(self._older)
+
+    def _restore(self, key: int, place: int) -> None:
+        heapq.heappush(self._older, (place, key))

@@ -66,7 +66,8 @@ class Policy(ABC):
     def __init__(self, capacity: int, block_size: int = 1, future: Future | None = None) -> None:
         self.capacity = capacity
         self._pinned: set[int] = set()
-        self._parked: dict[int, Any] = {}
+        self._parked: dict[int, tuple[int, Any]] = {}  # by order of parking
+        self._num_parked = 0
 
     @abstractmethod
     def insert(self, key: int, depth: int = 0) -> None:
@@ -96,9 +97,15 @@ class Policy(ABC):
         """These pinned keys may be evicted again; those of one sequence come last block first."""
         self._pinned.difference_update(keys)
         if self._parked:
-            for key in keys:
-                if key in self._parked:
-                    self._restore(key, self._parked.pop(key))
+            parked = [(self._parked.pop(key), key) for key in keys if key in self._parked]
+            # The first that was parked is restored last, and so comes first again.
+            for (_, place), key in sorted(parked, key=lambda item: -item[0][0]):
+                self._restore(key, place)
+
+    def _park(self, key: int, place: Any) -> None:
+        """Put a pinned key aside that was taken from `place`."""
+        self._num_parked += 1
+        self._parked[key] = (self._num_parked, place)
 
     def _restore(self, key: int, place: Any) -> None:
         """Put a key that was parked with `place` where the next eviction looks first."""
@@ -111,7 +118,7 @@ class Policy(ABC):
             key, _ = queue.popitem(last=False)
             if key not in self._pinned:
                 return key
-            self._parked[key] = queue
+            self._park(key, queue)
         return None
 
 
@@ -191,7 +198,7 @@ class RankedPolicy(Policy):
     def evict(self, incoming: int | None = None) -> int:
         key, rank = self._queue.pop()
         while key in self._pinned:
-            self._parked[key] = rank
+            self._park(key, rank)
             key, rank = self._queue.pop()
         del self._uses[key], self._depths[key]
         self.evicted(rank)

@@ -88,7 +88,7 @@ class WTinyLFU(Policy):
     def hit(self, key: int) -> None:
         self._sketch.record(key)
         if key in self._parked:
-            self._parked.pop(key)[key] = None
+            self._parked.pop(key)[1][key] = None
         if key in self._window:
             self._window.move_to_end(key)
         elif key in self._protected:
