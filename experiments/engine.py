@@ -10,10 +10,11 @@ chosen are kept in either case.
 """
 
 import bisect
+import dataclasses
 import time
 from collections.abc import Iterable
 from collections.abc import Sequence as ListOf
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -27,129 +28,11 @@ from kernels.kv_cache import KVCache
 
 from .attention import OPS
 from .config import InputError, Preemption
-from .decoding import Completion, Decoding, SamplingParams, start_decoding
+from .decoding import SamplingParams, start_decoding
+from .engine_options import EngineOptions, EngineStats
+from .jobs import Job, RequestOutput
 from .model_runner import ModelRunner, Span
 from .models import LoadedModel
-
-
-@dataclass(frozen=True)
-class EngineOptions:
-    """How an engine schedules and stores; the cache's sizes are the block manager's.
-
-    Raises InputError for a value out of range.
-    """
-
-    block_size: int = 16
-    num_gpu_blocks: int = 256
-    num_cpu_blocks: int = 0
-    watermark: float = 0.0
-    enable_caching: bool = True
-    evictor: str = "lru"
-    hash_algorithm: str = "mix64"
-    kernels: str = "torch"
-    """The backend of every kernel: torch or triton."""
-    preemption: Preemption = Preemption.recompute
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 8192
-    """Tokens that a step may compute before it admits no more; prompts are cut to what is left."""
-    num_lookahead_slots: int = 0
-    """Slots kept for speculated tokens, of which this engine has none."""
-    fixed_shapes: bool = False
-    """Compute every sequence in a pass of its own, prompts a block at a time and what was generated
-    a token at a time. Products of matrices of one shape round in one way, so the KV of a prompt is
-    equal to the last bit whatever other prompts left in the cache and whoever else runs. Slow."""
-
-    def __post_init__(self) -> None:
-        if self.kernels not in OPS:
-            raise InputError(f"kernels={self.kernels!r}: expected one of {', '.join(OPS)}")
-        for name in ("max_num_seqs", "max_num_batched_tokens"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name}={getattr(self, name)}: expected at least 1")
-        if self.fixed_shapes and self.max_num_batched_tokens < self.block_size:
-            raise InputError(
-                f"max_num_batched_tokens={self.max_num_batched_tokens}: expected at least "
-                f"block_size={self.block_size} with fixed_shapes"
-            )
-        if self.num_lookahead_slots < 0:
-            raise InputError(f"num_lookahead_slots={self.num_lookahead_slots}: expected at least 0")
-
-
-@dataclass(frozen=True)
-class RequestOutput:
-    """What became of a request."""
-
-    request_id: int
-    completions: list[Completion]
-    num_prompt_tokens: int
-    num_cached_tokens: int
-    """Prompt tokens that were found computed when it was first admitted."""
-    ttft_s: float
-    """From the moment it was added to its first token."""
-    e2e_s: float
-    """From the moment it was added to its last token."""
-
-
-@dataclass
-class EngineStats:
-    """Counts since the engine was made. Tokens are positions whose KV was computed."""
-
-    num_steps: int = 0
-    prompt_tokens_computed: int = 0
-    """Also those of prompts that were computed again after a preemption."""
-    prompt_tokens_skipped: int = 0
-    """Found in the cache, at every admission."""
-    generated_tokens_computed: int = 0
-    output_tokens: int = 0
-    copied_blocks: int = 0
-    swapped_out_blocks: int = 0
-    swapped_in_blocks: int = 0
-    preemptions_recompute: int = 0
-    preemptions_swap: int = 0
-    peak_blocks_in_use: int = 0
-    unshared_blocks_at_peak: int = 0
-    """What the sequences at that moment would hold if none shared a block."""
-
-
-@dataclass(eq=False)
-class _Job:
-    """A request in the engine.
-
-    While `is_forked`, there is one sequence a live path; before, one for what all of them start
-    with, `prefix`. A sequence holds the tokens that are computed or being computed.
-    """
-
-    request_id: int
-    prompt: list[int]
-    params: SamplingParams
-    decoding: Decoding
-    arrival_s: float
-    group: SequenceGroup | None = None
-    prefix: list[int] = field(default_factory=list)
-    is_forked: bool = False
-    logits: dict[int, torch.Tensor] = field(default_factory=dict)
-    """By index of the sequence, what the next token is chosen from, until all sequences have it."""
-    num_cached_tokens: int | None = None
-    first_token_s: float | None = None
-
-    @property
-    def seqs(self) -> list[Sequence]:
-        return self.group.seqs if self.group else []
-
-    def target(self, index: int) -> list[int]:
-        """All tokens that sequence `index` is to compute before the next token is chosen."""
-        if not self.is_forked:
-            return self.prefix
-        return self.prompt + self.decoding.live[index].token_ids
-
-    def common_prefix(self) -> list[int]:
-        """What the live paths share, so that where there are several each has a token beyond it."""
-        texts = [self.prompt + path.token_ids for path in self.decoding.live]
-        if len(texts) == 1:
-            return texts[0]
-        length = len(self.prompt)
-        while length < len(texts[0]) - 1 and len({text[length] for text in texts}) == 1:
-            length += 1
-        return texts[0][:length]
 
 
 class Engine:
@@ -189,10 +72,9 @@ class Engine:
         self.runner = ModelRunner(loaded, self.manager, self.kv_cache, options.kernels)
         self.stats = EngineStats()
         self.occupancy: list[tuple[float, int, int, int]] = []
-        self._waiting: list[_Job] = []
-        self._running: list[_Job] = []
-        self._swapped: list[_Job] = []
-        self._outputs: dict[int, RequestOutput] = {}
+        self._waiting: list[Job] = []
+        self._running: list[Job] = []
+        self._swapped: list[Job] = []
         self._num_requests = 0
         self._num_seqs_made = 0
         self._start_s: float | None = None
@@ -205,12 +87,22 @@ class Engine:
         params: SamplingParams | None = None,
         progress: bool = False,
     ) -> list[RequestOutput]:
-        """Add all prompts at once, run until they are finished; outputs are in their order."""
-        ids = [self.add_request(prompt, params) for prompt in prompts]
-        with tqdm(total=len(ids), unit="request", disable=None if progress else True) as bar:
+        """Add all prompts at once, run until they are finished; outputs are in their order.
+
+        Raises InputError as `add_request` does, with none of them added, and ValueError while
+        other requests are unfinished.
+        """
+        if self.has_unfinished():
+            raise ValueError("other requests are unfinished: take steps until they are")
+        self._waiting = [self._new_job(prompt, params) for prompt in prompts]
+        outputs: list[RequestOutput] = []
+        quiet = None if progress else True
+        with tqdm(total=len(self._waiting), unit="request", disable=quiet) as bar:
             while self.has_unfinished():
-                bar.update(len(self.step()))
-        return [self._outputs.pop(request_id) for request_id in ids]
+                finished = self.step()
+                outputs += finished
+                bar.update(len(finished))
+        return sorted(outputs, key=lambda output: output.request_id)
 
     def add_request(self, prompt: ListOf[int], params: SamplingParams | None = None) -> int:
         """Queue a prompt and return its request id, which counts up from 0.
@@ -220,6 +112,15 @@ class Engine:
         Raises InputError for an empty prompt, one that leaves no room in the context, one with
         tokens outside the vocabulary, or one that alone would not fit into the pool.
         """
+        job = self._new_job(prompt, params)
+        self._waiting.append(job)
+        return job.request_id
+
+    def has_unfinished(self) -> bool:
+        """Whether any request is waiting, running or swapped out."""
+        return bool(self._waiting or self._running or self._swapped)
+
+    def _new_job(self, prompt: ListOf[int], params: SamplingParams | None) -> Job:
         params = params or SamplingParams()
         prompt = [int(token) for token in prompt]
         context_len = self.loaded.context_len
@@ -237,16 +138,12 @@ class Engine:
                 f"the prompt has token {wrong}: {self.loaded.name} knows 0 to {vocab_size - 1}"
             )
         max_tokens = min(params.max_tokens, context_len - len(prompt))
-        params = SamplingParams(**{**vars(params), "max_tokens": max_tokens})
+        params = dataclasses.replace(params, max_tokens=max_tokens)
         self._require_room(len(prompt), params)
-        job = _Job(self._num_requests, prompt, params, start_decoding(params), time.perf_counter())
         self._num_requests += 1
-        self._waiting.append(job)
-        return job.request_id
-
-    def has_unfinished(self) -> bool:
-        """Whether any request is waiting, running or swapped out."""
-        return bool(self._waiting or self._running or self._swapped)
+        return Job(
+            self._num_requests - 1, prompt, params, start_decoding(params), time.perf_counter()
+        )
 
     def _require_room(self, num_prompt_tokens: int, params: SamplingParams) -> None:
         """Raise InputError unless the request, alone, can be served to its end."""
@@ -309,7 +206,7 @@ class Engine:
                 self._schedule(job, plan)
         return has_preempted
 
-    def _feed(self, job: _Job) -> None:
+    def _feed(self, job: Job) -> None:
         """Tell the sequences of a forked job of the tokens that this step computes."""
         if not job.is_forked:
             return
@@ -318,7 +215,7 @@ class Engine:
             end = self._chunk_end(job, seq.num_computed_tokens, len(target))
             seq.append_token_ids(target[seq.num_tokens : end])
 
-    def _chunk_end(self, job: _Job, start: int, end: int) -> int:
+    def _chunk_end(self, job: Job, start: int, end: int) -> int:
         """Where a chunk from `start` ends that is to reach `end`."""
         if not self.options.fixed_shapes:
             return min(end, start + self.options.max_num_batched_tokens)
@@ -327,7 +224,7 @@ class Engine:
         size = self.options.block_size
         return min(len(job.prompt), (start // size + 1) * size, end)
 
-    def _schedule(self, job: _Job, plan: "_StepPlan") -> None:
+    def _schedule(self, job: Job, plan: "_StepPlan") -> None:
         """Take the slots of a job that has room, and plan what its sequences compute."""
         for seq in job.seqs:
             pairs = self.manager.append_slots(seq, self.options.num_lookahead_slots)
@@ -402,7 +299,7 @@ class Engine:
     def _num_free_seats(self) -> int:
         return self.options.max_num_seqs - sum(job.params.width for job in self._running)
 
-    def _enter(self, job: _Job) -> None:
+    def _enter(self, job: Job) -> None:
         bisect.insort(self._running, job, key=lambda job: job.request_id)
 
     def _new_sequence(self, token_ids: ListOf[int]) -> Sequence:
@@ -411,7 +308,7 @@ class Engine:
 
     # -- what the logits lead to
 
-    def _advance(self, job: _Job) -> list[RequestOutput]:
+    def _advance(self, job: Job) -> list[RequestOutput]:
         """Choose the next tokens of a job whose sequences all have logits, or fork its paths."""
         logits = torch.stack([job.logits[index] for index in range(len(job.seqs))])
         job.logits = {}
@@ -425,7 +322,7 @@ class Engine:
         self._follow(job, [branch.parent for branch in branches])
         return [] if branches else [self._finish(job)]
 
-    def _follow(self, job: _Job, parents: list[int]) -> None:
+    def _follow(self, job: Job, parents: list[int]) -> None:
         """Give each live path a sequence: its parent's, or a fork of it; free those without one."""
         old, new, seen = job.seqs, [], set()
         for parent in parents:
@@ -442,7 +339,7 @@ class Engine:
         job.group.seqs = new
         job.is_forked = True
 
-    def _finish(self, job: _Job) -> RequestOutput:
+    def _finish(self, job: Job) -> RequestOutput:
         self._running.remove(job)
         now = time.perf_counter()
         completions = job.decoding.completions()
@@ -455,7 +352,6 @@ class Engine:
             now - job.arrival_s,
         )
         self.stats.output_tokens += sum(len(c.token_ids) for c in completions)
-        self._outputs[job.request_id] = output
         return output
 
     def _free(self, seqs: list[Sequence]) -> None:
@@ -467,7 +363,7 @@ class Engine:
 
     # -- preemption
 
-    def _preempt(self, job: _Job, plan: "_StepPlan") -> None:
+    def _preempt(self, job: Job, plan: "_StepPlan") -> None:
         """Take all GPU blocks from a job that is off the running ones already."""
         by_swap = self.options.preemption is Preemption.swap
         if by_swap and self.manager.can_swap_out(job.group):
@@ -496,15 +392,13 @@ class Engine:
             self._schedule(job, plan)
 
 
-@dataclass(frozen=True)
-class _Work:
-    job: _Job
+class _Work(NamedTuple):
+    """What one sequence of a job computes in a step."""
+
+    job: Job
     index: int
     """Of the sequence in the job."""
     span: Span
-
-    def __iter__(self):
-        return iter((self.job, self.index, self.span))
 
 
 class _StepPlan:
@@ -519,7 +413,7 @@ class _StepPlan:
         self.swap_out: list[np.ndarray] = []
         self.swap_in: list[np.ndarray] = []
 
-    def add(self, job: _Job, index: int, span: Span) -> None:
+    def add(self, job: Job, index: int, span: Span) -> None:
         self.work.append(_Work(job, index, span))
         self.budget = max(0, self.budget - span.count)
 

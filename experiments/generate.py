@@ -28,7 +28,8 @@ from .results import Measurement, run_point
 
 if TYPE_CHECKING:
     from .decoding import SamplingParams
-    from .engine import Engine, RequestOutput
+    from .engine import Engine
+    from .jobs import RequestOutput
     from .models import LoadedModel
     from .prompts import Prompts
 
@@ -133,7 +134,8 @@ class Generation:
         return Measurement(metrics, dict(zip(names, series, strict=True)))
 
     def _make_engine(self, num_gpu_blocks: int) -> "Engine":
-        from .engine import Engine, EngineOptions
+        from .engine import Engine
+        from .engine_options import EngineOptions
 
         cache, engine = self.config.cache, self.config.engine
         num_cpu_blocks = cache.num_cpu_blocks

@@ -6,7 +6,9 @@ import numpy as np
 import torch
 
 from experiments.decoding import SamplingParams
-from experiments.engine import Engine, EngineOptions, RequestOutput
+from experiments.engine import Engine
+from experiments.engine_options import EngineOptions
+from experiments.jobs import RequestOutput
 from experiments.models import LoadedModel, generate_with_transformers, load_model
 
 torch.set_num_threads(1)
