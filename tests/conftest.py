@@ -2,6 +2,9 @@
 
 import os
 
+# Many small matrix products run next to each other here; threads for each would fight for cores.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 import pytest
 import torch
 
