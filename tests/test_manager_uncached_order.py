@@ -31,7 +31,7 @@ class UncachedOrderMachine(ManagerMachine):
 
 
 TestUncachedOrder = UncachedOrderMachine.TestCase
-TestUncachedOrder.settings = settings(COMMON, max_examples=NUM_EXAMPLES // 2 + 1)
+TestUncachedOrder.settings = settings(COMMON, max_examples=NUM_EXAMPLES // 4 + 1)
 
 
 def test_an_old_cached_block_goes_before_a_newer_uncached_one() -> None:
