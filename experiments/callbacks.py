@@ -33,6 +33,7 @@ class Sweep(NamedTuple):
     swept_keys: list[str]
     fixed: dict[str, str]
     num_points: int
+    """Combinations of the swept values, intervals left out."""
 
 
 def parse_sweep(params: Mapping[str, object], overrides: Iterable[str]) -> Sweep:
@@ -51,7 +52,8 @@ def parse_sweep(params: Mapping[str, object], overrides: Iterable[str]) -> Sweep
         for key, o in replaced.items()
         if key not in swept and key not in by_key
     }
-    counts = [len(list(o.sweep_iterator())) for o in swept.values()]
+    finite = [o for o in swept.values() if not o.is_interval_sweep()]
+    counts = [len(list(o.sweep_iterator())) for o in finite]
     return Sweep(list(swept), fixed, math.prod(counts))
 
 
@@ -80,7 +82,9 @@ class Results(Callback):
         params = config.hydra.sweeper.get("params") or {}
         sweep = parse_sweep(params, config.hydra.overrides.task)
         self._claim(config, sweep)
-        self.bar = tqdm(total=sweep.num_points, desc="sweep", unit="point", disable=None)
+        # A sweeper that searches says how many points it will try.
+        total = config.hydra.sweeper.get("n_trials") or sweep.num_points
+        self.bar = tqdm(total=total, desc="sweep", unit="point", disable=None)
 
     def on_job_end(self, config: DictConfig, **kwargs: Any) -> None:
         if self.bar is not None:

@@ -50,10 +50,10 @@ register()
 
 
 @hydra.main(config_path=CONFIGS, config_name="replay", version_base="1.3")
-def main(composed: DictConfig) -> None:
-    """Run one point of a sweep, or a single run."""
+def main(composed: DictConfig) -> float | None:
+    """Run one point of a sweep, or a single run. Returns what `run_point` does."""
     path = OmegaConf.select(composed, "workload.path", throw_on_missing=False, default=None)
-    run_point(composed, measure, input_path=path)
+    return run_point(composed, measure, input_path=path)
 
 
 def measure(composed: DictConfig) -> Measurement:

@@ -175,13 +175,17 @@ def run_point(
     composed: DictConfig,
     measure: Callable[[DictConfig], Measurement],
     input_path: str | None = None,
-) -> None:
+) -> float | None:
     """Measure the point that this Hydra job is, and write its row; a finished one is left alone.
 
     An error becomes a failed row, and is logged here and now; the sweep's end turns it into the
     exit status. `input_path` names a file that the result depends on beside the configuration.
+
+    Returns the metric by which rows are ranked, for sweepers that search for the best of it, or
+    None where there is none.
     """
     hydra = HydraConfig.get()
+    rank_by = OmegaConf.select(hydra, "callbacks.results.rank_by")
     folder = ResultsFolder.of(hydra)
     config = plain_config(composed)
     row = {
@@ -195,10 +199,10 @@ def run_point(
     known = folder.row(row["config_hash"])
     if known and known["status"] == "ok" and known["input_sha256"] == row["input_sha256"]:
         log.info("already finished: row %s is kept", row["config_hash"])
-        return
+        return known["metrics"].get(rank_by)
     if composed.fail_fast and any(other["status"] == "failed" for other in folder.rows()):
         log.warning("not run: an earlier point failed, and fail_fast=true")
-        return
+        return None
     start = time.perf_counter()
     try:
         measured = measure(composed)
@@ -214,6 +218,7 @@ def run_point(
         "occupancy": measured.occupancy,
     }
     folder.write_row(row)
+    return measured.metrics.get(rank_by)
 
 
 def _swept_value(key: str, composed: DictConfig, hydra: DictConfig) -> Any:

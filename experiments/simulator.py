@@ -11,6 +11,7 @@ prefill and n - 1 decode steps, and the KV of its last token is never computed.
 """
 
 import bisect
+import functools
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -20,11 +21,14 @@ import numpy as np
 from tqdm import tqdm
 
 from cache.block_manager import BlockSpaceManager
+from cache.content_hash import ContentHasher
+from cache.evictor import EvictorChoice, Future, make_evictor
 from cache.interfaces import AllocStatus
 from cache.sequence import Sequence, SequenceGroup, SequenceStatus
 
 from .config import Preemption, ServeConfig
 from .metrics import MetricsRecorder, RequestRecord, SimulationResult
+from .references import block_hashes
 from .requests import Request, Workload
 from .roofline import Roofline, pool_size
 
@@ -110,6 +114,13 @@ class Simulator:
     def __init__(self, workload: Workload, config: ServeConfig) -> None:
         cache, self._scheduler = config.cache, config.scheduler
         size = pool_size(config)
+        self._future: Future | None = None
+        evictor: EvictorChoice = config.evictor.name.value
+        if evictor == "belady" and cache.enable_caching:
+            # An upper bound to compare with: it knows which prompts are still to come.
+            hasher = ContentHasher(cache.block_size, config.seed, cache.hash_algorithm.value)
+            self._future = Future(block_hashes(request, hasher).tolist() for request in workload)
+            evictor = functools.partial(make_evictor, evictor, future=self._future)
         self.manager = BlockSpaceManager(
             cache.block_size,
             size.num_gpu_blocks,
@@ -117,7 +128,7 @@ class Simulator:
             cache.watermark,
             cache.sliding_window,
             cache.enable_caching,
-            evictor=config.evictor.name.value,
+            evictor=evictor,
             hash_seed=config.seed,
             hash_algorithm=cache.hash_algorithm.value,
         )
@@ -286,6 +297,8 @@ class Simulator:
 
     def _start(self, job: _Job) -> None:
         seq = job.group.seqs[0]
+        if self._future is not None:
+            self._future.now = max(self._future.now, job.request.request_id)
         self.manager.allocate(job.group)
         seq.status = SequenceStatus.RUNNING
         job.rows = self.manager.rows_of([seq]).tolist()
