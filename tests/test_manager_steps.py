@@ -95,6 +95,20 @@ class StepMachine(RuleBasedStateMachine):
             other = self.history[-1 - alike % len(self.history)]
             prompt = other.token_ids[:length].tolist() + prompt[:3]
             key = other.extra_key
+        self.enter(prompt, key, served)
+
+    @rule(prompt=st.lists(token, min_size=4, max_size=9), key=extra_key)
+    def race(self, prompt: list[int], key: object) -> None:
+        """A sequence decodes what another one still prefills: its block becomes the other's."""
+        end = len(prompt) // self.block_size * self.block_size
+        if end > 1:
+            self.enter(prompt[: end - 1], key, served=True)
+            self.enter(prompt[:end], key, served=False)
+            if self.decoding():
+                self.decode([0] * 12, count=1, ahead=False, alike=True)
+
+    def enter(self, prompt: list[int], key: object, served: bool) -> None:
+        """Admit a prompt if that is possible, and compute it at once if wanted."""
         seq = Sequence(self.fresh_id(), prompt, key)
         self.groups.append(SequenceGroup(seq.seq_id, [seq]))
         self.history.append(seq)
