@@ -270,6 +270,21 @@ def test_a_hit_behind_a_gap_is_shared_but_not_skipped() -> None:
     manager.check_integrity()
 
 
+def test_a_request_does_not_evict_a_hit_behind_a_gap() -> None:
+    """Rule 8: the late hit is the oldest block there is, and must be referenced first."""
+    manager = create(num_gpu_blocks=4)
+    cached = running(manager, 0, tokens(0, 8))
+    manager.allocator.mark_blocks_as_accessed([0], 1.0)
+    manager.allocator.mark_blocks_as_accessed([1], 5.0)
+    newer = running(manager, 1, tokens(50, 8))
+    manager.access_all_blocks_in_seq(newer.seqs[0], 9.0)
+    finish(manager, cached)
+    finish(manager, newer)
+    assert table(manager, running(manager, 2, [100])) == [0]
+    assert table(manager, running(manager, 3, tokens(0, 8))) == [3, 1]
+    manager.check_integrity()
+
+
 def test_counts_are_not_remembered_across_a_failed_admission() -> None:
     """Rule 5: what was cached when admission failed may be gone when it succeeds."""
     manager = create(num_gpu_blocks=7)
