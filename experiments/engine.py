@@ -178,8 +178,7 @@ class Engine:
             self._swap_in(plan)
             self._admit(plan)
         assert plan.work or has_preempted or not self.has_unfinished(), "no request can go on"
-        self.stats.copied_blocks += len(plan.copies)
-        self.kv_cache.apply(plan.copies.drain(), _pairs(plan.swap_out), _pairs(plan.swap_in))
+        self._make_copies(plan)
         self._compute(plan)
         self._record_occupancy()
         self.stats.num_steps += 1
@@ -239,6 +238,14 @@ class Engine:
                     end = start if self.options.fixed_shapes else start + plan.budget
             if end > start:
                 plan.add(job, index, Span(seq, start, end - start))
+
+    def _make_copies(self, plan: "_StepPlan") -> None:
+        """Make the copies that are due, before the model writes or a swap takes their blocks.
+
+        A block may be copied away, given up and taken by a swap within one step.
+        """
+        self.stats.copied_blocks += len(plan.copies)
+        self.kv_cache.apply(copies=plan.copies.drain())
 
     def _compute(self, plan: "_StepPlan") -> None:
         """Run the model over the plan's spans, and note what is computed."""
@@ -368,7 +375,8 @@ class Engine:
         by_swap = self.options.preemption is Preemption.swap
         if by_swap and self.manager.can_swap_out(job.group):
             pairs = self.manager.swap_out(job.group)
-            plan.swap_out.append(pairs)
+            self._make_copies(plan)
+            self.kv_cache.apply(swap_out=pairs)
             self.stats.swapped_out_blocks += len(pairs)
             self.stats.preemptions_swap += 1
             bisect.insort(self._swapped, job, key=lambda job: job.request_id)
@@ -386,7 +394,8 @@ class Engine:
             if status is not AllocStatus.OK and self._running:
                 return
             pairs = self.manager.swap_in(job.group)
-            plan.swap_in.append(pairs)
+            self._make_copies(plan)
+            self.kv_cache.apply(swap_in=pairs)
             self.stats.swapped_in_blocks += len(pairs)
             self._enter(self._swapped.pop(0))
             self._schedule(job, plan)
@@ -410,13 +419,7 @@ class _StepPlan:
         self.work: list[_Work] = []
         # Sequences are appended one by one: their copies must make sense all at once.
         self.copies = CopyOnWriteTracker()
-        self.swap_out: list[np.ndarray] = []
-        self.swap_in: list[np.ndarray] = []
 
     def add(self, job: Job, index: int, span: Span) -> None:
         self.work.append(_Work(job, index, span))
         self.budget = max(0, self.budget - span.count)
-
-
-def _pairs(parts: list[np.ndarray]) -> np.ndarray:
-    return np.concatenate(parts) if parts else np.zeros((0, 2), dtype=np.int64)
