@@ -55,7 +55,8 @@ def main(arguments: list[str] | None = None) -> int:
         print("stopped")
     except Exception:
         traceback.print_exc()
-        print(f"seed {number} failed; again: python -m tests.fuzz --seed {number}", flush=True)
+        again = f"python -m tests.fuzz --seed {number} --examples {options.examples}"
+        print(f"seed {number} failed; again: {again}", flush=True)
         return 1
     return 0
 
