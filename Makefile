@@ -33,8 +33,8 @@ format: setup  ## format and mend what can be mended
 sweep: setup  ## sweep block size and watermark; ends in a table and report.html
 	$(PY) -m experiments.serve experiment=block_size_watermark
 
-bench-cache: setup  ## time the block manager beside a plain-Python model of it
-	$(PY) -m pytest tests/bench_cache.py --benchmark-enable --benchmark-quiet -q -s
+bench-cache: setup  ## time the block manager beside a plain-Python model, and evictions by pool size
+	$(PY) -m pytest tests/bench_cache.py tests/bench_evictors.py --benchmark-enable --benchmark-quiet -q -s
 
 fuzz: setup  ## drive the block manager against its model until stopped
 	$(PY) -m tests.fuzz
