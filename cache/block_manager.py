@@ -157,7 +157,7 @@ class BlockSpaceManager:
         if not isinstance(gpu, PrefixCachingBlockAllocator):
             return None, None
         root = gpu.hasher.root(seq.extra_key)
-        key = (gpu.hasher, seq.num_tokens)
+        key = (gpu.hasher, root, seq.num_tokens)
         if seq._hashes is None or seq._hashes[0] != key:
             num_full = seq.num_tokens // self.block_size
             blocks = seq.token_ids[: num_full * self.block_size].reshape(num_full, self.block_size)
@@ -188,12 +188,7 @@ class BlockSpaceManager:
         self._require_on(rows, Device.GPU, "append to")
         start = self.tables.seq_lens[rows[0]]
         counts = self._num_unseen([seq], rows)
-        self.tables.append(
-            rows,
-            seq.token_ids[start:],
-            counts,
-            as_count("num_lookahead_slots", num_lookahead_slots, 0),
-        )
+        self.tables.append(rows, seq.token_ids[start:], counts, num_lookahead_slots)
         if self._max_window_blocks is not None:
             computed = np.array([seq.num_computed_tokens])
             self.tables.drop_before_window(rows, computed, self._max_window_blocks)
@@ -464,7 +459,10 @@ class BlockSpaceManager:
         return row is not None and self.tables.devices[row] == Device.GPU
 
     def _require_on(self, rows: np.ndarray, device: Device, verb: str) -> None:
-        wrong = self.tables.devices[rows] != device
+        devices = self.tables.devices
+        if len(rows) and not 0 <= rows.min() <= rows.max() < len(devices):
+            raise ValueError(f"rows are {rows.tolist()}; expected numbers in [0, {len(devices)})")
+        wrong = devices[rows] != device
         if np.count_nonzero(wrong):
             raise ValueError(
                 f"cannot {verb} row {int(rows[wrong.argmax()])}: it is not on {device.name}"

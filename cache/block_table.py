@@ -260,6 +260,7 @@ class BlockTables:
         num_lookahead_slots: int,
         device: Device = Device.GPU,
     ) -> _AppendPlan:
+        as_count("num_lookahead_slots", num_lookahead_slots, 0)
         starts = self.seq_lens[rows]
         indices = starts // self.block_size
         ends = -(-(starts + (counts + num_lookahead_slots)) // self.block_size)
@@ -589,7 +590,6 @@ class BlockTable:
         row = self._live_row()
         self._require_gpu(row)
         tokens = as_token_ids(token_ids)
-        as_count("num_lookahead_slots", num_lookahead_slots, 0)
         if num_computed_slots is not None:
             as_count("num_computed_slots", num_computed_slots, 0)
             if num_computed_slots > self.num_full_slots + len(tokens):

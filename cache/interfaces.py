@@ -201,7 +201,12 @@ def as_token_ids(token_ids: ListOf[int] | np.ndarray) -> np.ndarray:
     if tokens.size == 0:
         return np.zeros(0, dtype=np.int32)
     if tokens.dtype.kind not in "iu":
-        raise ValueError(f"token ids have dtype {tokens.dtype}; expected integers below 2^31")
+        good = (int, np.integer)
+        bad = [t for t in token_ids if not isinstance(t, good) or not 0 <= t <= _MAX_TOKEN_ID]
+        raise ValueError(
+            f"token ids have dtype {tokens.dtype}, the first bad one is {[*bad, *token_ids][0]!r}; "
+            "expected integers in [0, 2^31)"
+        )
     low, high = tokens.min(), tokens.max()
     if low < 0 or high > _MAX_TOKEN_ID:
         raise ValueError(f"token id {low if low < 0 else high} is outside [0, 2^31)")

@@ -1071,3 +1071,45 @@ def test_seeds_and_sha256_give_equal_results() -> None:
         finish(manager, running(manager, 0, tokens(0, 9)))
         tables.append(table(manager, running(manager, 1, tokens(0, 13))))
     assert tables[0] == tables[1] == [0, 1, 2, 3]
+
+
+def test_a_new_extra_key_counts_also_after_a_lookup() -> None:
+    """Hashes are kept with a waiting sequence; a changed salt must not meet the old chain."""
+    manager = BlockSpaceManager(4, 16, 0, 0.0, None, True)
+    first = Sequence(0, range(9), "a")
+    group = SequenceGroup(0, [first])
+    manager.allocate(group)
+    manager.mark_blocks_as_computed(group)
+    other = Sequence(1, range(9), "a")
+    assert manager.get_num_cached_tokens(other) == 8
+    other.extra_key = "b"
+    assert manager.get_num_cached_tokens(other) == 0
+
+
+@pytest.mark.parametrize("rows", [[99], [-1], [0, 16]])
+def test_rows_out_of_range_are_refused(rows: list[int]) -> None:
+    manager = BlockSpaceManager(4, 16, 0)
+    manager.allocate(SequenceGroup(0, [Sequence(0, range(9))]))
+    with pytest.raises(ValueError, match="rows are"):
+        manager.append_slots_batch(rows, [1] * len(rows))
+
+
+def test_negative_lookahead_is_refused_by_what_asks_and_by_what_acts() -> None:
+    manager = BlockSpaceManager(4, 16, 0)
+    group = SequenceGroup(0, [Sequence(0, range(9))])
+    manager.allocate(group)
+    rows = manager.rows_of(group.seqs)
+    for call in (
+        lambda: manager.can_append_slots(group, -1),
+        lambda: manager.append_slots(group.seqs[0], -1),
+        lambda: manager.append_slots_batch(rows, [1], -1),
+        lambda: manager.num_blocks_taken_by_append(rows, -1),
+    ):
+        with pytest.raises(ValueError, match="num_lookahead_slots is -1"):
+            call()
+
+
+@pytest.mark.parametrize("token", [2**64, 1.5, "a"])
+def test_a_token_of_another_kind_is_named(token: object) -> None:
+    with pytest.raises(ValueError, match=str(token)):
+        Sequence(0, [1, token])
