@@ -275,7 +275,9 @@ def test_two_hundred_requests_pass_through_a_pool_for_a_tenth_of_them() -> None:
         -(-(len(p) + one.max_tokens - 1) // 4) for p, one in zip(prompts, params, strict=True)
     ]
     alone = make_engine(loaded, enable_caching=False)
-    texts = [first_texts(run(alone, [p], one))[0] for p, one in zip(prompts, params, strict=True)]
+    texts = [
+        first_texts(alone.generate([p], one))[0] for p, one in zip(prompts, params, strict=True)
+    ]
     for options in (
         {"preemption": Preemption.recompute},
         {"preemption": Preemption.swap, "num_cpu_blocks": sum(needed) // 20},

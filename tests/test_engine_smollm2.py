@@ -15,7 +15,7 @@ from experiments.models import LoadedModel, generate_with_transformers, load_mod
 from tests.engine_tools import all_texts, first_texts, make_engine, run
 from tests.test_engine_kv import recorded_kv
 
-pytestmark = pytest.mark.xdist_group("smollm2")
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("smollm2")]
 
 NUM_TOKENS = 8
 TEXTS = (

@@ -61,10 +61,15 @@ def rows_of(folder: Path) -> list[Row]:
         return list(csv.DictReader(file))
 
 
+@pytest.fixture
+def hydra_configs() -> Iterator[None]:
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        yield
+
+
 def composed(*overrides: str) -> GenerateConfig:
     refuse_padded_numbers(overrides)
-    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        return to_generate_config(compose("generate", overrides=list(overrides)))
+    return to_generate_config(compose("generate", overrides=list(overrides)))
 
 
 def test_questions_about_one_document_skip_it_where_it_is_cached(
@@ -195,6 +200,7 @@ def test_an_unknown_key_is_refused_while_composing(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.usefixtures("hydra_configs")
 @pytest.mark.parametrize("group", ["caching", "prompts", "cache", "evictor"])
 def test_every_shipped_config_composes_and_is_valid(group: str) -> None:
     for path in sorted((CONFIGS / group).iterdir()):
@@ -205,6 +211,7 @@ def test_every_shipped_config_composes_and_is_valid(group: str) -> None:
             assert getattr(config, group).name == path.stem
 
 
+@pytest.mark.usefixtures("hydra_configs")
 def test_defaults_of_the_schema_and_of_the_files_agree() -> None:
     """A GenerateConfig made in code means the same as the default files."""
     config = composed()
@@ -234,6 +241,7 @@ def test_a_document_that_is_missing_or_too_short_is_named() -> None:
         make_prompts(config, loaded, seed=0)
 
 
+@pytest.mark.usefixtures("hydra_configs")
 def test_evictors_that_need_the_future_are_refused() -> None:
     """What can't be known in a running engine is said before a model is loaded."""
     with pytest.raises(ConfigError, match=r"evictor.name=belady"):
