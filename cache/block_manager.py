@@ -8,6 +8,7 @@ Methods that take `rows` are the batch forms, for schedulers that run thousands 
 row is a sequence's row in `tables`, as `rows_of` gives it.
 """
 
+import numbers
 from collections.abc import Sequence as ListOf
 
 import numpy as np
@@ -64,9 +65,8 @@ class BlockSpaceManager:
         self.block_size = as_count("block_size", block_size, 1)
         num_gpu_blocks = as_count("num_gpu_blocks", num_gpu_blocks, 1)
         num_cpu_blocks = as_count("num_cpu_blocks", num_cpu_blocks, 0)
-        if isinstance(watermark, bool) or not isinstance(watermark, (int, float)):
-            raise ValueError(f"watermark is {watermark!r}; expected a number in [0, 1)")
-        if not 0 <= watermark < 1:
+        is_number = isinstance(watermark, numbers.Real) and not isinstance(watermark, bool)
+        if not is_number or not 0 <= watermark < 1:
             raise ValueError(f"watermark is {watermark!r}; expected a number in [0, 1)")
         if sliding_window is not None:
             as_count("sliding_window", sliding_window, 1)
@@ -167,8 +167,13 @@ class BlockSpaceManager:
     # -- growth
 
     def can_append_slots(self, group: SequenceGroup, num_lookahead_slots: int = 0) -> bool:
-        """Whether `append_slots` would succeed for all the group's running sequences."""
-        seqs = [seq for seq in group.get_seqs() if self._on_gpu(seq)]
+        """Whether `append_slots` would succeed for all sequences of the group that have blocks.
+
+        False if none has, or one is swapped out.
+        """
+        seqs = [seq for seq in group.get_seqs() if seq.seq_id in self._row_of]
+        if not seqs or not all(map(self._on_gpu, seqs)):
+            return False
         rows = self.rows_of(seqs)
         counts = self._num_unseen(seqs, rows)
         taken = self.tables.num_blocks_taken_by_append(rows, counts, num_lookahead_slots)
@@ -186,11 +191,11 @@ class BlockSpaceManager:
         """
         rows = self.rows_of([seq])
         self._require_on(rows, Device.GPU, "append to")
+        computed = np.array([as_count("num_computed_tokens", seq.num_computed_tokens, 0)])
         start = self.tables.seq_lens[rows[0]]
         counts = self._num_unseen([seq], rows)
         self.tables.append(rows, seq.token_ids[start:], counts, num_lookahead_slots)
         if self._max_window_blocks is not None:
-            computed = np.array([seq.num_computed_tokens])
             self.tables.drop_before_window(rows, computed, self._max_window_blocks)
         return self._gpu.clear_copy_on_writes()
 
@@ -219,7 +224,7 @@ class BlockSpaceManager:
             ValueError: for rows that repeat, are free or swapped out, or for bad tokens.
             NoFreeBlocksError: with nothing changed.
         """
-        rows = np.asarray(rows, dtype=np.int64)
+        rows = as_rows(rows)
         tokens = as_token_ids(token_ids)
         if len(tokens) != len(rows):
             raise ValueError(f"{len(tokens)} tokens for {len(rows)} rows; expected one each")
@@ -377,7 +382,9 @@ class BlockSpaceManager:
         return self._plan(seq, seq.num_tokens).num_computed_blocks * self.block_size
 
     def get_common_computed_block_ids(self, seqs: ListOf[Sequence]) -> list[int]:
-        """The longest run of computed blocks that all sequences start with."""
+        """The longest run of computed GPU blocks that all sequences start with."""
+        if not all(self._on_gpu(seq) for seq in seqs if self._row(seq) is not None):
+            return []
         return self._gpu.get_common_computed_block_ids(
             [self.tables.block_ids(self._row(seq)) for seq in seqs]
         )
@@ -467,6 +474,14 @@ class BlockSpaceManager:
             raise ValueError(
                 f"cannot {verb} row {int(rows[wrong.argmax()])}: it is not on {device.name}"
             )
+
+
+def as_rows(rows: ListOf[int] | np.ndarray) -> np.ndarray:
+    """Return rows as int64 [n]. Raises ValueError for other shapes or numbers."""
+    array = np.asarray(rows)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise ValueError(f"rows are {rows!r}; expected integers in one dimension")
+    return array.astype(np.int64, copy=False)
 
 
 def _share_prompt(one: Sequence, other: Sequence) -> bool:

@@ -344,8 +344,8 @@ class BlockTables:
                 at position q is at or after q + 2 - max_blocks * block_size.
         """
         allocator = self.allocators[Device.GPU]
+        num_computed_slots = np.minimum(num_computed_slots, self.seq_lens[rows])
         ends = (num_computed_slots + 2) // self.block_size - max_blocks
-        ends = np.minimum(ends, self.seq_lens[rows] // self.block_size)
         late = ends > self.num_null[rows]
         for row, end in zip(rows[late].tolist(), ends[late].tolist(), strict=True):
             start = self.num_null[row]
@@ -428,7 +428,14 @@ class BlockTables:
         return int(empty[partial[first]].sum())
 
     def slot_mapping(self, row: int, start: int, end: int) -> np.ndarray:
-        """The slots of token positions start to end, block_id * block_size + offset, int64."""
+        """The slots of token positions start to end, block_id * block_size + offset, int64.
+
+        Raises:
+            ValueError: for a position before the window, whose block was given up.
+        """
+        first = int(self.num_null[row]) * self.block_size
+        if start < first:
+            raise ValueError(f"start is {start}; the tokens before {first} are out of the window")
         positions = np.arange(start, end)
         block_ids = self.block_tables[row, positions // self.block_size].astype(np.int64)
         return block_ids * self.block_size + positions % self.block_size
@@ -548,6 +555,8 @@ class BlockTable:
         token_ids: ListOf[int] | np.ndarray, block_size: int, num_lookahead_slots: int = 0
     ) -> int:
         """Blocks that these tokens and lookahead slots need in an empty pool."""
+        as_count("block_size", block_size, 1)
+        as_count("num_lookahead_slots", num_lookahead_slots, 0)
         return -(-(len(token_ids) + num_lookahead_slots) // block_size)
 
     def allocate(
@@ -671,7 +680,7 @@ class BlockTable:
         self, token_ids: ListOf[int] | np.ndarray, num_lookahead_slots: int
     ) -> int:
         """Blocks, present or new, that hold the slots of these tokens and lookahead slots."""
-        count = len(token_ids) + num_lookahead_slots
+        count = len(token_ids) + as_count("num_lookahead_slots", num_lookahead_slots, 0)
         if not count:
             return 0
         start, block_size = self.num_full_slots, self._allocator.block_size
@@ -690,16 +699,18 @@ class BlockTable:
 
     def _adopt(self, blocks: ListOf[Block]) -> None:
         allocator = blocks[0]._allocator
+        if allocator not in self._tables.allocators:
+            raise ValueError("the blocks of a table are those of its allocator")
         if any(block._read_only or block.block_id is None for block in blocks):
             raise ValueError("a block table takes over standalone blocks only")
         if not all(block.is_full for block in blocks[:-1]):
             raise ValueError("all blocks of a table but the last must be full")
         block_ids = np.array([block.block_id for block in blocks], dtype=np.int32)
-        depths = allocator.pool.depth[block_ids]
-        if (
-            any(block._allocator is not allocator for block in blocks)
-            or (depths != np.arange(len(blocks))).any()
-        ):
+        previous = allocator.pool.prev_block[block_ids]
+        if any(block._allocator is not allocator for block in blocks) or previous.tolist() != [
+            NO_BLOCK,
+            *block_ids[:-1].tolist(),
+        ]:
             raise ValueError("the blocks of a table are one chain, from its first block on")
         row = self._tables.open_row(allocator.device, self._allocator.root(blocks[0]._extra_key))
         self._tables.set_blocks(row, block_ids)
@@ -726,7 +737,8 @@ def move_references(
 
     Raises:
         NoFreeBlocksError: with nothing changed.
-        ValueError: if a copy into one of the blocks is pending; with nothing changed.
+        ValueError: if a copy into one of the blocks is pending, or one appears more often than it
+            has references; with nothing changed.
     """
     if distinct:
         unique, counts = block_ids, np.ones(len(block_ids), dtype=np.int32)
@@ -734,6 +746,8 @@ def move_references(
         unique, first, counts = np.unique(block_ids, return_index=True, return_counts=True)
         order = np.argsort(first)
         unique, counts = unique[order], counts[order].astype(np.int32)
+    if np.count_nonzero(giver.pool.ref_count[unique] < counts):
+        raise ValueError("a block appears more often than it has references")
     if len(giver.copy_on_writes):
         pending = set(giver.copy_on_writes.destinations()) & set(unique.tolist())
         if pending:

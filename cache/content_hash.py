@@ -27,6 +27,8 @@ from typing import Literal, NamedTuple, NewType
 
 import numpy as np
 
+from .interfaces import as_count
+
 ContentHash = NewType("ContentHash", int)
 HashAlgorithm = Literal["mix64", "sha256"]
 
@@ -99,7 +101,9 @@ class ContentHasher:
     ) -> None:
         if algorithm not in ("mix64", "sha256"):
             raise ValueError(f"hash algorithm is {algorithm!r}; expected 'mix64' or 'sha256'")
-        self.block_size = block_size
+        self.block_size = as_count("block_size", block_size, 1)
+        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+            raise ValueError(f"hash seed is {seed!r}; expected an integer or None")
         self.algorithm = algorithm
         self.seed = secrets.randbits(64) if seed is None else seed
         self._seed_bytes = b"" if algorithm == "sha256" else str(self.seed).encode()

@@ -7,7 +7,7 @@ import numpy as np
 
 from .block_table import BlockTables, move_references
 from .content_hash import ContentHasher, HashAlgorithm
-from .evictor import EvictorChoice
+from .evictor import EvictorChoice, check_policy
 from .interfaces import Block, BlockAllocator, Device, as_count
 from .naive import NaiveBlockAllocator
 from .prefix_caching import PrefixCachingBlockAllocator
@@ -53,6 +53,8 @@ class CpuGpuBlockAllocator(BlockAllocator):
         Raises:
             ValueError: for an unknown type, evictor or algorithm, or a count out of range.
         """
+        if not callable(evictor):
+            check_policy(evictor)
         if allocator_type == "naive":
             return CpuGpuBlockAllocator(
                 NaiveBlockAllocator(num_gpu_blocks, block_size, Device.GPU, reserve_null_block),
@@ -170,6 +172,10 @@ class CpuGpuBlockAllocator(BlockAllocator):
             ValueError: if a block is not a live standalone block of src_device.
         """
         giver, taker = self.allocator(src_device), self.allocator(dst_device)
+        if giver is taker:
+            raise ValueError(f"source and destination are both {src_device!r}")
+        if len({id(block) for block in blocks}) < len(blocks):
+            raise ValueError("a block appears twice in one swap")
         for block in blocks:
             if block._allocator is not giver or block._read_only or block.block_id is None:
                 raise ValueError(f"{block!r} is not a live standalone block on {src_device!r}")

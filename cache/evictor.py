@@ -156,9 +156,14 @@ def make_policy(
     name: str, capacity: int, block_size: int = 1, future: Future | None = None
 ) -> Policy:
     """Return a new policy. Raises ValueError for an unknown name or a future that is missing."""
+    check_policy(name)
+    return POLICIES[name](capacity, block_size, future)
+
+
+def check_policy(name: object) -> None:
+    """Raise ValueError unless this is the name of a policy."""
     if name not in POLICIES:
         raise ValueError(f"evictor is {name!r}; expected one of {', '.join(sorted(POLICIES))}")
-    return POLICIES[name](capacity, block_size, future)
 
 
 EvictorChoice = str | Callable[[BlockPool], Evictor]

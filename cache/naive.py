@@ -184,9 +184,10 @@ class NaiveBlockAllocator(BlockAllocator):
         reserve_null_block: bool = False,
     ) -> None:
         self.block_size = as_count("block_size", block_size, 1)
-        self.pool = BlockPool(
-            as_count("num_blocks", num_blocks, int(reserve_null_block)), self.block_size
-        )
+        num_blocks = as_count("num_blocks", num_blocks, int(reserve_null_block))
+        if num_blocks >= 2**31:
+            raise ValueError(f"num_blocks is {num_blocks}; block ids are int32")
+        self.pool = BlockPool(num_blocks, self.block_size)
         self.device = device
         self.stats = CacheStats()
         self.copy_on_writes = CopyOnWriteTracker()

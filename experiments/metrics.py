@@ -50,8 +50,9 @@ class _Series:
 class MetricsRecorder:
     """Collects what happens in a simulation and turns it into a `SimulationResult`."""
 
-    def __init__(self, manager: BlockSpaceManager) -> None:
+    def __init__(self, manager: BlockSpaceManager, num_gpus: int) -> None:
         self._manager = manager
+        self._num_gpus = num_gpus
         self.num_ended = 0
         """Requests that finished or were refused."""
         self.num_output_tokens = 0
@@ -165,6 +166,8 @@ class MetricsRecorder:
             "peak_pool_use": self._peak_in_use / total_blocks,
             # Empty slots of blocks in use over their slots; the mean is over busy time.
             "mean_partial_block_waste": _ratio(self._waste_integral, self._busy_s),
+            # Of the one replica that serves; all figures are for these GPUs together.
+            "num_gpus": self._num_gpus,
             "num_gpu_blocks": total_blocks,
             "simulated_s": simulated_s,
             "simulator_wall_s": wall_s,

@@ -30,6 +30,7 @@ from omegaconf import DictConfig, OmegaConf
 from .config import InputError
 
 MANIFEST = "sweep.json"
+ROW_KEYS = {"config_hash", "swept", "status"}
 NOT_IDENTITY = ("hydra", "fail_fast")
 """Top-level keys that change how a sweep runs, not what a point measures."""
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -150,25 +151,38 @@ class ResultsFolder:
 
     def manifest(self) -> dict[str, Any]:
         """What `claim` wrote. Raises InputError where this is no results folder."""
-        try:
-            return json.loads((self.root / MANIFEST).read_bytes())
-        except FileNotFoundError:
-            raise InputError(f"{self.root} holds no {MANIFEST}: not a results folder") from None
+        path = self.root / MANIFEST
+        if not path.is_file():
+            raise InputError(f"{self.root} holds no {MANIFEST}: not a results folder")
+        return _read(path, {"swept_keys"})
 
     def rows(self) -> list[Row]:
         """All rows, sorted by their swept values: numbers by size, before text."""
-        rows = [json.loads(path.read_bytes()) for path in (self.root / "rows").glob("[!.]*.json")]
+        rows = [_read(path, ROW_KEYS) for path in (self.root / "rows").glob("[!.]*.json")]
         return sorted(rows, key=lambda row: [_sort_key(v) for v in row["swept"].values()])
 
     def row(self, config_hash: str) -> Row | None:
         path = self._row_path(config_hash)
-        return json.loads(path.read_bytes()) if path.exists() else None
+        return _read(path, ROW_KEYS) if path.exists() else None
 
     def write_row(self, row: Row) -> None:
         write_whole(self._row_path(row["config_hash"]), _to_json(row))
 
     def _row_path(self, config_hash: str) -> Path:
         return self.root / "rows" / f"{config_hash}.json"
+
+
+def _read(path: Path, keys: set[str]) -> dict[str, Any]:
+    """Read a JSON object with these keys. Raises InputError naming the file for anything else."""
+    try:
+        value = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise InputError(
+            f"{path} is damaged ({error}): remove it to measure its point again"
+        ) from None
+    if not isinstance(value, dict) or not keys <= value.keys():
+        raise InputError(f"{path} is no file of a results folder: it lacks {sorted(keys)[0]!r}")
+    return value
 
 
 def run_point(
@@ -211,7 +225,9 @@ def run_point(
         measured = Measurement({})
         row |= {"status": "failed", "message": f"{type(error).__name__}: {error}"}
         # The message of a user's mistake says it all; anything else needs its traceback.
-        log.error(row["message"], exc_info=not isinstance(error, InputError | OSError))
+        log.error(
+            row["message"], exc_info=not isinstance(error, InputError | OSError | MemoryError)
+        )
     row |= {
         "wall_s": round(time.perf_counter() - start, 3),
         "metrics": measured.metrics,

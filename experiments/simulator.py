@@ -26,11 +26,11 @@ from cache.evictor import EvictorChoice, Future, make_evictor
 from cache.interfaces import AllocStatus
 from cache.sequence import Sequence, SequenceGroup, SequenceStatus
 
-from .config import Preemption, ServeConfig
+from .config import InputError, Preemption, ServeConfig
 from .metrics import MetricsRecorder, RequestRecord, SimulationResult
 from .references import block_hashes
 from .requests import Request, Workload
-from .roofline import Roofline, pool_size
+from .roofline import Roofline, pool_size, tensor_parallel
 
 
 def simulate(workload: Workload, config: ServeConfig, progress: bool = False) -> SimulationResult:
@@ -121,18 +121,21 @@ class Simulator:
             hasher = ContentHasher(cache.block_size, config.seed, cache.hash_algorithm.value)
             self._future = Future(block_hashes(request, hasher).tolist() for request in workload)
             evictor = functools.partial(make_evictor, evictor, future=self._future)
-        self.manager = BlockSpaceManager(
-            cache.block_size,
-            size.num_gpu_blocks,
-            size.num_cpu_blocks,
-            cache.watermark,
-            cache.sliding_window,
-            cache.enable_caching,
-            evictor=evictor,
-            hash_seed=config.seed,
-            hash_algorithm=cache.hash_algorithm.value,
-        )
-        self.metrics = MetricsRecorder(self.manager)
+        try:
+            self.manager = BlockSpaceManager(
+                cache.block_size,
+                size.num_gpu_blocks,
+                size.num_cpu_blocks,
+                cache.watermark,
+                cache.sliding_window,
+                cache.enable_caching,
+                evictor=evictor,
+                hash_seed=config.seed,
+                hash_algorithm=cache.hash_algorithm.value,
+            )
+        except ValueError as error:
+            raise InputError(str(error)) from None
+        self.metrics = MetricsRecorder(self.manager, tensor_parallel(config.model, config.gpu))
         self._roofline = Roofline(config)
         self._workload = workload
         self._now = 0.0

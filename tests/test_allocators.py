@@ -892,3 +892,28 @@ def test_a_computed_block_swapped_to_a_prefill_id_is_not_copied_into(
     block.append_token_ids(A)
     assert block.block_id == 0
     assert caching.clear_copy_on_writes().tolist() == []
+
+
+def test_a_swap_names_each_block_once_and_two_devices() -> None:
+    """A block given twice must not cost a block of the other device."""
+    allocator = CpuGpuBlockAllocator.create("prefix_caching", 4, 4, 4)
+    block = allocator.allocate_immutable(None, [1, 2, 3, 4])
+    with pytest.raises(ValueError, match="twice"):
+        allocator.swap([block, block], Device.GPU, Device.CPU)
+    with pytest.raises(ValueError, match="both"):
+        allocator.swap([block], Device.GPU, Device.GPU)
+    assert allocator.get_num_free_blocks(Device.CPU) == 4
+    assert len(allocator.swap([block], Device.GPU, Device.CPU)) == 1
+
+
+def test_a_table_takes_over_one_linked_chain_of_its_own_allocator() -> None:
+    """Blocks that are not linked would let the KV of one prefix be hit for another."""
+    allocator = CpuGpuBlockAllocator.create("prefix_caching", 8, 0, 4)
+    first = allocator.allocate_immutable(None, [1] * 4)
+    second = allocator.allocate_immutable(first, [2] * 4)
+    other = allocator.allocate_immutable(None, [3] * 4)
+    with pytest.raises(ValueError, match="one chain"):
+        BlockTable(4, allocator, [other, second])
+    with pytest.raises(ValueError, match="its allocator"):
+        BlockTable(4, CpuGpuBlockAllocator.create("naive", 8, 0, 4), [first, second])
+    assert BlockTable(4, allocator, [first, second]).physical_block_ids == [0, 1]

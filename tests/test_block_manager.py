@@ -671,7 +671,7 @@ def test_swapped_sequences_do_not_grow() -> None:
         with pytest.raises(ValueError, match="on GPU"):
             action()
     assert_unchanged(manager, before)
-    assert manager.can_append_slots(group)
+    assert not manager.can_append_slots(group)
 
 
 # -- rule 12: sliding window
@@ -766,7 +766,7 @@ def test_a_window_ends_at_the_last_token_whatever_is_said_to_be_computed() -> No
     append(manager, group.seqs[0], 1)
     assert table(manager, group) == [0, 2]
     append(manager, group.seqs[0], 2, 3)
-    assert table(manager, group) == [0, 0, 1]
+    assert table(manager, group) == [0, 2, 1]
     assert not manager.allocator.allocator(Device.GPU).pool.token_ids[0].any()
     manager.check_integrity()
 
@@ -1113,3 +1113,83 @@ def test_negative_lookahead_is_refused_by_what_asks_and_by_what_acts() -> None:
 def test_a_token_of_another_kind_is_named(token: object) -> None:
     with pytest.raises(ValueError, match=str(token)):
         Sequence(0, [1, token])
+
+
+def swapped_pair(num_gpu_blocks: int) -> tuple[BlockSpaceManager, Sequence, Sequence]:
+    """Two computed sequences of two blocks; the second one is swapped out."""
+    manager = BlockSpaceManager(4, num_gpu_blocks, 8, 0.0, enable_caching=True)
+    seqs = [Sequence(0, range(8)), Sequence(1, range(100, 108))]
+    groups = [SequenceGroup(i, [seq]) for i, seq in enumerate(seqs)]
+    for group in groups:
+        manager.allocate(group)
+        manager.mark_blocks_as_computed(group)
+    manager.swap_out(groups[1])
+    return manager, *seqs
+
+
+def test_swapped_sequences_have_no_computed_gpu_blocks_in_common() -> None:
+    """Ids are relative to their device: CPU block 0 is not GPU block 0."""
+    manager, on_gpu, on_cpu = swapped_pair(8)
+    assert manager.get_common_computed_block_ids([on_gpu, on_gpu]) == [0, 1]
+    assert manager.get_common_computed_block_ids([on_gpu, on_cpu]) == []
+    assert manager.get_common_computed_block_ids([on_cpu]) == []
+
+
+def test_what_is_swapped_out_cannot_append() -> None:
+    manager, on_gpu, on_cpu = swapped_pair(8)
+    assert manager.can_append_slots(SequenceGroup(0, [on_gpu]))
+    assert not manager.can_append_slots(SequenceGroup(1, [on_cpu]))
+    assert not manager.can_append_slots(SequenceGroup(2, [Sequence(9, [1])]))
+
+
+@pytest.mark.parametrize("rows", [[0.7], [[0]], ["0"]])
+def test_rows_of_another_kind_are_refused(rows: object) -> None:
+    manager, *_ = swapped_pair(8)
+    with pytest.raises(ValueError, match="rows are"):
+        manager.append_slots_batch(rows, [1])
+
+
+def test_slots_before_the_window_are_not_given_out() -> None:
+    """The null block is nobody's to write."""
+    manager = BlockSpaceManager(4, 16, 0, 0.0, sliding_window=4)
+    seq = Sequence(0, range(13))
+    manager.allocate(SequenceGroup(0, [seq]))
+    seq.append_token_ids([1])
+    seq.num_computed_tokens = 10**6
+    manager.append_slots(seq)
+    assert manager.get_block_table(seq).tolist() == [0, 0, 3, 4]
+    with pytest.raises(ValueError, match="start is 7"):
+        manager.get_slot_mapping(seq, 7, 14)
+    assert manager.get_slot_mapping(seq, 8, 14).tolist() == [12, 13, 14, 15, 16, 17]
+
+
+def test_a_bad_count_of_computed_tokens_changes_nothing() -> None:
+    manager = BlockSpaceManager(4, 16, 0, 0.0, sliding_window=4)
+    seq = Sequence(0, range(13))
+    manager.allocate(SequenceGroup(0, [seq]))
+    seq.append_token_ids([1])
+    seq.num_computed_tokens = None
+    with pytest.raises(ValueError, match="num_computed_tokens is None"):
+        manager.append_slots(seq)
+    assert manager.tables.seq_lens[manager.rows_of([seq])[0]] == 13
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"evictor": "lrru"}, "'lrru'"),
+        ({"hash_seed": 1.5, "enable_caching": True}, "hash seed is 1.5"),
+        ({"num_gpu_blocks": 2**31}, "int32"),
+    ],
+)
+def test_bad_choices_are_refused_with_and_without_caching(
+    arguments: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        BlockSpaceManager(
+            **{"block_size": 4, "num_gpu_blocks": 8, "num_cpu_blocks": 0, **arguments}
+        )
+
+
+def test_a_numpy_watermark_is_a_number() -> None:
+    assert BlockSpaceManager(4, 100, 0, np.float32(0.1)).watermark_blocks == 10

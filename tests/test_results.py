@@ -1,6 +1,7 @@
 """Rows on disk: whole files, one sweep a folder, hashes that name configurations."""
 
 import pickle
+import re
 from pathlib import Path
 
 import numpy as np
@@ -153,3 +154,19 @@ def test_the_callback_travels_to_other_processes() -> None:
     callback.bar.close()
     assert copy.shown == callback.shown
     assert copy.bar is None
+
+
+@pytest.mark.parametrize("damage", [b"", b'{"swept": 1', b"[]", b"{}"])
+@pytest.mark.parametrize("name", ["sweep.json", "rows/ab.json"])
+def test_a_damaged_file_is_named(tmp_path: Path, name: str, damage: bytes) -> None:
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "sweep.json").write_bytes(b'{"swept_keys": []}')
+    (tmp_path / name).write_bytes(damage)
+    folder = ResultsFolder(tmp_path)
+    with pytest.raises(InputError, match=re.escape(name)):
+        (folder.manifest(), folder.rows())
+
+
+def test_a_file_is_no_results_folder() -> None:
+    with pytest.raises(InputError, match="not a results folder"):
+        ResultsFolder(Path(__file__)).manifest()
