@@ -5,6 +5,8 @@ segment) alone. Prompts that share segments therefore share exactly those tokens
 be kept: a trace of 145 million tokens is expanded one request at a time.
 """
 
+import functools
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -70,12 +72,12 @@ class Workload:
 
 def segment_token_ids(segments: tuple[Segment, ...], seed: int) -> np.ndarray:
     """The tokens of `segments` one after the other, int32 [sum of num_tokens], 0 <= t < 2^31."""
-    table = np.array(segments, dtype=np.int64).reshape(-1, 2)  # [num_segments, 2]
+    table = np.fromiter(itertools.chain.from_iterable(segments), dtype=np.int64).reshape(-1, 2)
     lengths = table[:, 1]
     ends = np.cumsum(lengths)
     counters = _counters(int(ends[-1]))  # [num_tokens]
     # Subtracting a segment's start makes the counter restart at each segment.
-    keys = mix(table[:, 0].astype(np.uint64) ^ mix(np.array([seed], dtype=np.uint64)))
+    keys = mix(table[:, 0].astype(np.uint64) ^ _mixed_seed(seed))
     keys -= (ends - lengths).astype(np.uint64) * GOLDEN_GAMMA
     mixed = np.repeat(keys, lengths)  # [num_tokens]
     mixed += counters
@@ -90,6 +92,11 @@ def mix(values: np.ndarray) -> np.ndarray:
     values = (values ^ (values >> np.uint64(30))) * MIX_1
     values = (values ^ (values >> np.uint64(27))) * MIX_2
     return values ^ (values >> np.uint64(31))
+
+
+@functools.lru_cache(maxsize=16)
+def _mixed_seed(seed: int) -> np.uint64:
+    return mix(np.array([seed], dtype=np.uint64))[0]
 
 
 _counter_table = np.arange(1 << 17, dtype=np.uint64) * GOLDEN_GAMMA

@@ -32,7 +32,7 @@ from experiments.config import (
     WorkloadConfig,
 )
 from experiments.references import References, block_hashes, make_references
-from experiments.replay import Replay
+from experiments.replayer import Replay
 from experiments.roofline import Roofline
 from experiments.workloads import make_workload
 

@@ -17,6 +17,7 @@ from cache.evictor import POLICIES
 from experiments import replay
 from experiments.config import register, to_replay_config
 from experiments.plots import capacity_figure
+from experiments.replayer import Replay
 from experiments.results import Row
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -70,7 +71,7 @@ def measure(folder: Path, *overrides: str) -> dict[str, str]:
     path = f"workload.path={folder / 'trace.jsonl'}"
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
         composed = compose("replay", [path, *overrides])
-    metrics = replay.Replay(to_replay_config(composed)).metrics()
+    metrics = Replay(to_replay_config(composed)).metrics()
     return {name: str(value) for name, value in metrics.items() if "wall" not in name}
 
 
