@@ -15,10 +15,12 @@ from hydra import compose, initialize_config_dir
 
 from cache.evictor import POLICIES
 from experiments import replay
-from experiments.config import register, to_replay_config
+from experiments.config import register, to_replay_config, to_serve_config
 from experiments.plots import capacity_figure
 from experiments.replayer import Replay
 from experiments.results import Row
+from experiments.simulator import simulate
+from experiments.workloads import make_workload
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "configs"
@@ -164,6 +166,22 @@ def test_every_policy_has_a_configuration() -> None:
         for name in POLICIES:
             composed = compose("replay", ["workload.path=trace", f"evictor={name}"])
             assert composed.evictor.name.value == name
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_serve_takes_every_policy(name: str) -> None:
+    """In a pool that evicts; Belady's policy knows the prompts to come, and hits most."""
+    register()
+    overrides = ["workload=few_shot", "workload.num_requests=60", "cache.num_gpu_blocks=600"]
+    rates = {}
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        for policy in (name, "belady"):
+            config = to_serve_config(compose("serve", [*overrides, f"evictor={policy}"]))
+            metrics = simulate(make_workload(config.workload, config.seed), config).metrics
+            assert metrics["requests_finished"] == 60
+            assert metrics["evicted_blocks"] > 0
+            rates[policy] = metrics["token_hit_rate"]
+    assert 0 < rates[name] <= rates["belady"] + 0.02
 
 
 def test_a_policy_is_added_with_one_file_and_one_configuration(folder: Path) -> None:
