@@ -15,8 +15,9 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from tests.test_manager_model import ManagerMachine, TestManager, WindowMachine
 from tests.test_manager_steps import StepMachine
+from tests.test_manager_uncached_order import UncachedOrderMachine
 
-MACHINES = (ManagerMachine, WindowMachine, StepMachine)
+MACHINES = (ManagerMachine, WindowMachine, StepMachine, UncachedOrderMachine)
 
 
 def run_round(number: int, num_examples: int) -> None:
