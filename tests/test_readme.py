@@ -22,6 +22,11 @@ COMMANDS = [
 SMALLER = {
     "experiments.serve": ["workload.num_requests=8"],
     "experiments.replay": ["workload.num_requests=50"],
+    "capacity_curve": ["evictor=lru,arc", "cache.num_gpu_blocks=500,1000"],
+    "policy_table": ["evictor=lru,sieve"],
+    "block_size_hit_rate": ["cache.block_size=512,1024"],
+    "generate_shared_document": ["prompts.document_tokens=100", "prompts.tokens_between=40"],
+    "prompts=random": ["prompts.num_requests=2"],
     "experiments.generate": ["model.name=tiny_llama", "sampling.max_tokens=2"],
 }
 
@@ -43,14 +48,11 @@ def test_command_runs(command: str, tmp_path: Path) -> None:
         if key == "workload.path" and not (ROOT / path).exists():
             pytest.skip(f"needs {path}")
     app = arguments[arguments.index("-m") + 1]
-    is_hydra = app in SMALLER
+    is_hydra = app.startswith("experiments.")
     if is_hydra:
-        arguments += [a for a in SMALLER[app] if a.split("=")[0] + "=" not in command]
+        smaller = [a for name, more in SMALLER.items() if name in command for a in more]
+        arguments += [a for a in smaller if a.split("=")[0] + "=" not in command]
         arguments += [f"hydra.sweep.dir={tmp_path}/out", f"hydra.run.dir={tmp_path}/out"]
-    if "generate_shared_document" in command:
-        arguments += ["prompts.document_tokens=100", "prompts.tokens_between=40"]
-    if "prompts=random" in command:
-        arguments += ["prompts.num_requests=2"]
     # Whoever types these has not chosen the interpreter for all that Triton compiles.
     clean = {key: value for key, value in environment().items() if key != "TRITON_INTERPRET"}
     out = subprocess.run(
