@@ -200,7 +200,9 @@ def _paged_attention_kernel(
     total = tl.zeros([TILE_M], tl.float32)
     if sinks_ptr is not None:
         # A sink is counted once, and only beside a visible key.
-        takes_sink = row_ok & (split == 0) & (seq_len > 0)
+        sink_keys = tl.where(split == 0, seq_len, 0)
+        # A tensor & a scalar condition is no mask to the interpreter of Triton 3.9.
+        takes_sink = row_ok & (row * 0 + sink_keys > 0)
         if CAUSAL:
             takes_sink = takes_sink & (position >= 0)
         sink = tl.load(sinks_ptr + head, mask=takes_sink, other=float("-inf")).to(tl.float32)
@@ -365,6 +367,8 @@ def paged_attention(
     lse = None
     if return_lse:
         lse = torch.empty(num_tokens, num_heads, dtype=torch.float32, device=query.device)
+    if num_seqs == 0:
+        return (out, lse) if return_lse else out
 
     target = target_of(query.device)
     group = num_heads // num_kv_heads

@@ -235,6 +235,26 @@ def test_no_tokens_and_no_sequences() -> None:
     assert attend(none).shape == (0, 8, 64)
 
 
+@pytest.mark.parametrize("max_query_len", [None, 1])
+@pytest.mark.parametrize("num_splits", [None, 2])
+def test_padding_without_sequences(num_splits: int | None, max_query_len: int | None) -> None:
+    """Rows of a padded batch without a sequence read the first length, of which there is none."""
+    inputs = replace(
+        inputs_of([5], [1], head_size=32, num_heads=4),
+        query=torch.randn(64, 4, 32, device=DEVICE),
+        block_tables=torch.zeros(0, 4, dtype=torch.int32, device=DEVICE),
+        seq_lens=torch.zeros(0, dtype=torch.int32, device=DEVICE),
+        query_start_loc=torch.zeros(1, dtype=torch.int32, device=DEVICE),
+    )
+    out = poisoned(64, 4, 32, dtype=torch.float32, device=DEVICE)
+    with launch.record_launches(launch.TARGETS["sm_90"]) as launches:
+        attend(inputs, out=out, num_splits=num_splits, max_query_len=max_query_len)
+    assert launches == []
+    returned = attend(inputs, out=out, num_splits=num_splits, max_query_len=max_query_len)
+    assert returned is out
+    assert out.isnan().all()
+
+
 def test_softcap_bends_large_scores() -> None:
     """B06: a hand-made tanh gave NaN for large scores. One key: its score is the log-sum-exp."""
     scores = [1.0, 100.0, 1000.0, 5000.0, 10000.0, -10000.0, 4400.0]

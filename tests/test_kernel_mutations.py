@@ -153,8 +153,8 @@ ATTENTION = {
         with_options(num_splits=2),
     ),
     "sink-in-every-split": (
-        "row_ok & (split == 0) & (seq_len > 0)",
-        "row_ok & (split >= 0) & (seq_len > 0)",
+        "sink_keys = tl.where(split == 0, seq_len, 0)",
+        "sink_keys = tl.where(split >= 0, seq_len, 0)",
         with_options(num_splits=2, sinks=torch.ones(4)),
     ),
     "alibi-sign": (
