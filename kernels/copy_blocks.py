@@ -10,8 +10,10 @@ bit for bit, with every source read as it was before the call.
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
+from threading import Lock
 from typing import NamedTuple
 
 import numpy as np
@@ -222,8 +224,8 @@ class CopyPlan:
         launch(
             copy_blocks_kernel,
             copy_grid(len(pairs), len(addresses), block_words, tile_words),
-            address_table(src_addresses, self.device),
-            address_table(dst_addresses, self.device),
+            address_tables.get(src_addresses, self.device),
+            address_tables.get(dst_addresses, self.device),
             pairs,
             *geometry.strides,
             geometry.block_units,
@@ -284,20 +286,88 @@ def _is_dense(block_shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     return True
 
 
-@lru_cache(maxsize=256)
-def address_table(addresses: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """The addresses as int64 [n] on `device`. Never written again, so launches may share it."""
-    return to_device(np.array(addresses, dtype=np.int64), device)
+class AddressTables:
+    """Lists of addresses on a device, each uploaded once and then shared by launches on any stream.
+
+    A table is complete before anything can read it. The least recently used one is given up for a
+    new one, but its memory isn't used again before the streams that read it have done so. A graph
+    may be replayed at any time, so a table that was captured stays for good.
+    """
+
+    def __init__(self, max_tables: int = 256) -> None:
+        self._max_tables = max_tables
+        self._recent: OrderedDict[tuple, torch.Tensor] = OrderedDict()
+        self._captured: dict[tuple, torch.Tensor] = {}
+        self._lock = Lock()
+
+    def get(self, addresses: tuple[int, ...], device: torch.device) -> torch.Tensor:
+        """Return the addresses as int64 [n] on `device`, for a launch on the current stream.
+
+        Raises:
+            RuntimeError: for a table that would have to be made while a graph is captured.
+        """
+        key = (addresses, device)
+        capturing = is_capturing(device)
+        with self._lock:
+            table = self._captured.get(key)
+            if table is None:
+                table = self._recent.pop(key, None)
+            if table is None:
+                if capturing:
+                    raise RuntimeError(
+                        "these tensors' addresses are not on the device yet, and can't be uploaded "
+                        "during graph capture: run once with the same tensors before capturing"
+                    )
+                table = _upload_now(np.array(addresses, dtype=np.int64), device)
+            if capturing or key in self._captured:
+                self._captured[key] = table
+            else:
+                self._recent[key] = table
+                if len(self._recent) > self._max_tables:
+                    self._recent.popitem(last=False)
+        if device.type != "cpu" and not capturing:
+            table.record_stream(torch.cuda.current_stream(device))
+        return table
+
+
+address_tables = AddressTables()
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether what is queued on the device's current stream goes into a graph."""
+    if device.type == "cpu":
+        return False
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
+
+
+def _upload_now(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """Copy an array to `device` and wait for that copy, but not for the work queued there."""
+    tensor = torch.from_numpy(array)
+    if device.type == "cpu":
+        return tensor
+    with torch.cuda.stream(_upload_stream(device)):
+        return tensor.to(device)
+
+
+@cache
+def _upload_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     """Copy an array to `device` without waiting for the work that is queued there.
 
     The copy reads a pinned buffer of its own, which torch gives to nobody else while it is read.
+
+    Raises:
+        RuntimeError: during graph capture, because a replay would read that buffer too late.
     """
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     if device.type == "cpu":
         return tensor
+    if is_capturing(device):
+        raise RuntimeError("arrays of the host can't be uploaded during graph capture")
     return tensor.pin_memory().to(device, non_blocking=True)
 
 

@@ -13,7 +13,7 @@ import torch
 
 import kernels.copy_blocks as module
 from kernels import reference
-from kernels.copy_blocks import CopyPlan, copy_blocks, copy_grid
+from kernels.copy_blocks import AddressTables, CopyPlan, copy_blocks, copy_grid
 from kernels.testing import guarded, is_poison, mutant, poisoned, traffic_meter
 
 ROOT = Path(__file__).parents[1]
@@ -379,3 +379,71 @@ def test_a_plan_changes_the_layout_on_the_way() -> None:
     CopyPlan([hnd], [nhd]).run(np.array([(0, 3), (2, 1)]))
     assert torch.equal(bits(nhd[[3, 1]]), bits(hnd[[0, 2]]))
     assert is_poison(nhd[[0, 2]]).all()
+
+
+def test_a_table_of_addresses_is_made_once_and_the_oldest_given_up() -> None:
+    tables = AddressTables(max_tables=2)
+    device = torch.device(DEVICE, 0) if DEVICE == "cuda" else torch.device(DEVICE)
+    first = tables.get((16, 32), device)
+    assert first.tolist() == [16, 32]
+    assert tables.get((32, 16), device).tolist() == [32, 16]
+    assert tables.get((16, 32), device) is first
+    tables.get((48,), device)
+    assert tables.get((16, 32), device) is first
+    tables.get((64,), device)
+    tables.get((80,), device)
+    assert tables.get((16, 32), device) is not first
+
+
+def test_a_capture_needs_tables_made_before_and_keeps_them(monkeypatch) -> None:
+    tables = AddressTables(max_tables=1)
+    device = torch.device(DEVICE, 0) if DEVICE == "cuda" else torch.device(DEVICE)
+    made = tables.get((16, 32), device)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "is_capturing", lambda device: True)
+        assert tables.get((16, 32), device) is made
+        with pytest.raises(RuntimeError, match="before capturing"):
+            tables.get((48,), device)
+    for address in (48, 64, 80):
+        tables.get((address,), device)
+    assert tables.get((16, 32), device) is made
+
+
+@pytest.mark.gpu
+def test_a_second_stream_need_not_wait_for_the_first_one_s_table() -> None:
+    """Both copy within the same new caches; the first stream is busy all the while."""
+    key = torch.arange(4.0, device=DEVICE).view(4, 1, 1, 1).repeat(1, 16, 8, 64)
+    value = key + 10
+    copy_blocks([key.clone()], [value.clone()], [(0, 1)])  # so that nothing is compiled below
+    torch.cuda.synchronize()
+    first, second = torch.cuda.Stream(), torch.cuda.Stream()
+    with torch.cuda.stream(first):
+        torch.cuda._sleep(2_000_000_000)
+        copy_blocks([key], [value], [(0, 1)])
+        assert not first.query()
+    with torch.cuda.stream(second):
+        copy_blocks([key], [value], [(2, 3)])
+    second.synchronize()
+    assert not first.query()
+    torch.cuda.synchronize()
+    assert key[:, 0, 0, 0].tolist() == [0, 0, 2, 2]
+    assert value[:, 0, 0, 0].tolist() == [10, 10, 12, 12]
+
+
+@pytest.mark.gpu
+def test_a_captured_copy_outlives_its_table_s_turn() -> None:
+    key = torch.arange(4.0, device=DEVICE).view(4, 1, 1, 1).repeat(1, 16, 8, 64)
+    plan, pairs = CopyPlan([key], [key]), torch.tensor([(0, 1)], device=DEVICE)
+    new = CopyPlan([key.clone()], [key.clone()])
+    plan.run(torch.tensor([(3, 3)], device=DEVICE))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        plan.run(pairs)
+        with pytest.raises(RuntimeError, match="before capturing"):
+            new.run(pairs)
+        with pytest.raises(RuntimeError, match="during graph capture"):
+            plan.run(np.array([(0, 1)]))
+    for address in range(300):
+        module.address_tables.get((address,), key.device)
+    graph.replay()
+    assert key[:, 0, 0, 0].tolist() == [0, 0, 2, 3]
