@@ -115,7 +115,7 @@ def copy_blocks(
 
     Raises:
         ValueError: before anything is copied, for ids outside [0, num_blocks), a destination that
-            occurs twice, or caches that differ in shape, dtype or device.
+            occurs twice, caches that differ in shape, dtype or device, or overlapping blocks.
 
     Example: `copy_blocks([k0, k1], [v0, v1], [(3, 7), (3, 8)])` makes blocks 7 and 8 equal block 3
     in both layers.
@@ -424,13 +424,124 @@ def _check_strides(where: str, shape: tuple[int, ...], strides: tuple[int, ...])
         raise ValueError(f"{where} has strides {strides}: the last one must be 1")
     if any(size > 1 and stride == 0 for size, stride in zip(shape, strides, strict=True)):
         raise ValueError(f"{where} has strides {strides}: elements overlap")
+    reach = 1  # the elements from the first to the last, over the axes that were stepped through
+    for stride, size in sorted(zip(strides, shape, strict=True)):
+        if size > 1:
+            if stride < reach:
+                raise ValueError(f"{where} has strides {strides}: elements overlap")
+            reach += (size - 1) * stride
+
+
+class _Extent(NamedTuple):
+    """Which bytes a tensor has: sizes and strides of its axes, in bytes, the last axis one byte."""
+
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """From the first byte to the last, gaps included."""
+        steps = zip(self.sizes, self.strides, strict=True)
+        return 1 + sum((size - 1) * stride for size, stride in steps)
+
+
+def check_blocks_apart(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
+    """Raise ValueError if a block of one tensor shares memory with another block of another one.
+
+    Blocks of the same number may overlap: values that are a view of the keys are copied with them.
+    """
+    shared = _find_shared(*_where(tensors), num_first=0)
+    if shared is not None:
+        first, second = (names[index] for index in shared)
+        raise ValueError(f"{first} and {second} share memory, but not block for block")
+
+
+def check_apart(
+    name: str,
+    tensors: Sequence[torch.Tensor],
+    other_name: str,
+    others: Sequence[torch.Tensor],
+) -> None:
+    """Raise ValueError if one of `tensors` shares memory with one of `others`."""
+    shared = _find_shared(*_where([*tensors, *others]), num_first=len(tensors))
+    if shared is not None:
+        ours, theirs = shared[0], shared[1] - len(tensors)
+        raise ValueError(
+            f"{name}[{ours}] and {other_name}[{theirs}] share memory: what is read may have been "
+            "written"
+        )
+
+
+def _where(tensors: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], tuple[_Extent, ...]]:
+    return (
+        tuple(tensor.data_ptr() for tensor in tensors),
+        tuple(_extent(t.shape, t.stride(), t.element_size()) for t in tensors),
+    )
+
+
+@lru_cache(maxsize=256)
+def _extent(shape: tuple[int, ...], strides: tuple[int, ...], element_size: int) -> _Extent:
+    return _Extent((*shape, element_size), (*(stride * element_size for stride in strides), 1))
+
+
+@lru_cache(maxsize=64)
+def _find_shared(
+    addresses: tuple[int, ...], extents: tuple[_Extent, ...], num_first: int
+) -> tuple[int, int] | None:
+    """The first two tensors that share memory in a way that matters, or None.
+
+    If num_first is 0: two of which different blocks do. Else: one of the first `num_first` tensors
+    and one of the others.
+    """
+    filled = [i for i, extent in enumerate(extents) if all(extent.sizes)]
+    order = sorted(filled, key=lambda i: (addresses[i], i))
+    for at, low in enumerate(order):
+        end = addresses[low] + extents[low].num_bytes
+        for high in order[at + 1 :]:
+            distance = addresses[high] - addresses[low]
+            if addresses[high] >= end:
+                break
+            if num_first and (low < num_first) == (high < num_first):
+                continue
+            if _overlap(extents[low], extents[high], distance, other_blocks_only=not num_first):
+                return min(low, high), max(low, high)
+    return None
+
+
+def _overlap(low: _Extent, high: _Extent, distance: int, *, other_blocks_only: bool) -> bool:
+    """Whether two tensors, `distance` bytes apart, have a byte in common."""
+    axes = []  # (stride, low's size, high's size, whether it counts the blocks)
+    for axis, (low_size, high_size) in enumerate(zip(low.sizes, high.sizes, strict=True)):
+        strides = {extent.strides[axis] for extent in (low, high) if extent.sizes[axis] > 1}
+        if len(strides) > 1:
+            return True  # their ranges intersect, and no layout would mix the two
+        for stride in strides:
+            axes.append((stride, low_size, high_size, axis == 0))
+    axes.sort()
+
+    # A common byte's indices differ by d on each axis, and distance = sum of d * stride.
+    def is_sum(distance: int, count: int, same_block: bool) -> bool:
+        if not count:
+            return distance == 0 and not (other_blocks_only and same_block)
+        stride, low_size, high_size, is_block = axes[count - 1]
+        least = sum((size - 1) * step for step, _, size, _ in axes[: count - 1])
+        most = sum((size - 1) * step for step, size, _, _ in axes[: count - 1])
+        first = max(1 - high_size, -((most - distance) // stride))
+        last = min(low_size - 1, (distance + least) // stride)
+        return any(
+            is_sum(distance - d * stride, count - 1, same_block and not (is_block and d))
+            for d in range(first, last + 1)
+        )
+
+    return is_sum(distance, len(axes), True)
 
 
 def check_caches(key_caches: Sequence[torch.Tensor], value_caches: Sequence[torch.Tensor]) -> int:
     """Return the number of blocks of caches that belong together.
 
     Raises:
-        ValueError: unless keys and values agree in all but the head size.
+        ValueError: unless keys and values agree in all but the head size, and a block is nowhere
+            another one too.
     """
     if len(key_caches) != len(value_caches):
         raise ValueError(f"{len(key_caches)} key caches, but {len(value_caches)} value caches")
@@ -443,6 +554,8 @@ def check_caches(key_caches: Sequence[torch.Tensor], value_caches: Sequence[torc
     ):
         if ours != theirs:
             raise ValueError(f"value_caches have {what} {ours}, key_caches {theirs}")
+    names = [f"{name}_caches[{i}]" for name in ("key", "value") for i in range(len(key_caches))]
+    check_blocks_apart(names, [*key_caches, *value_caches])
     return key.shape[0]
 
 

@@ -18,6 +18,7 @@ import torch
 from .copy_blocks import (
     CopyPlan,
     Pairs,
+    check_apart,
     check_blocks,
     check_distinct,
     check_pairs,
@@ -48,7 +49,7 @@ def gather_blocks(
 
     Raises:
         ValueError: before anything is copied, for ids outside [0, num_blocks) or tensors that don't
-            fit each other.
+            fit each other or share memory.
 
     Example: `gather_blocks([k, v], [5, 2])` gives [k[[5, 2]], v[[5, 2]]].
     """
@@ -57,7 +58,9 @@ def gather_blocks(
     if out is None:
         shape = (len(ids), *cache.shape[1:])
         out = [torch.empty(shape, dtype=cache.dtype, device=cache.device) for _ in caches]
-    _check_match("out", out, "caches", caches, num_blocks=len(ids))
+    else:
+        _check_match("out", out, "caches", caches, num_blocks=len(ids))
+        check_apart("out", out, "caches", caches)
     CopyPlan(caches, out).run(np.stack([ids, np.arange(len(ids))], axis=1))
     return list(out)
 
@@ -77,7 +80,7 @@ def scatter_blocks(
 
     Raises:
         ValueError: before anything is copied, for ids outside [0, num_blocks), an id that occurs
-            twice, or tensors that don't fit each other.
+            twice, or tensors that don't fit each other or share memory.
 
     Example: `scatter_blocks([b], [k], [5, 2])` sets k[5] = b[0] and k[2] = b[1].
     """
@@ -85,6 +88,7 @@ def scatter_blocks(
     ids = _check_ids("block_ids", block_ids, cache.shape[0])
     check_distinct("block_ids", ids)
     _check_match("blocks", blocks, "caches", caches, num_blocks=len(ids))
+    check_apart("blocks", blocks, "caches", caches)
     CopyPlan(blocks, caches).run(np.stack([np.arange(len(ids)), ids], axis=1))
 
 
@@ -103,7 +107,7 @@ def swap_blocks(
 
     Raises:
         ValueError: before anything is copied, for ids out of range, a destination that occurs
-            twice, or tensors that don't fit each other.
+            twice, or tensors that don't fit each other or share memory.
 
     Example: `swap_blocks([gpu_k], [cpu_k], [(6, 0)])` sets cpu_k[0] = gpu_k[6].
     """
@@ -111,6 +115,7 @@ def swap_blocks(
     num_destinations = check_blocks("destinations", destinations).shape[0]
     pairs = check_pairs("block_mapping", block_mapping, num_sources, num_destinations)
     _check_match("destinations", destinations, "sources", sources)
+    check_apart("destinations", destinations, "sources", sources)
     CopyPlan(sources, destinations).run(pairs)
 
 

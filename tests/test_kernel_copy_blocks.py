@@ -188,7 +188,7 @@ def test_caches_that_do_not_belong_together_are_refused() -> None:
     def cache(*shape: int, dtype: torch.dtype = torch.float16, device: str = DEVICE):
         return torch.zeros(*shape, dtype=dtype, device=device)
 
-    good = cache(4, 2, 1, 8)
+    good, pool = cache(4, 2, 1, 8), cache(5, 2, 1, 8)
     bad = {
         "2 key caches, but 1 value": ([good, good], [good]),
         "holds no tensor": ([], []),
@@ -200,10 +200,71 @@ def test_caches_that_do_not_belong_together_are_refused() -> None:
         "value_caches have device meta": ([good], [cache(4, 2, 1, 8, device="meta")]),
         "the last one must be 1": ([cache(4, 2, 1, 16)[..., ::2]], [good]),
         "elements overlap": ([cache(1, 2, 1, 8).expand(4, 2, 1, 8)], [good]),
+        r"strides \(8, 8, 8, 1\): elements": (
+            [cache(64).as_strided((4, 2, 1, 8), (8, 8, 8, 1))],
+            [good],
+        ),
+        r"key_caches\[0\] and value_caches\[0\] share memory": ([pool[:4]], [pool[1:]]),
+        r"key_caches\[0\] and key_caches\[1\] share memory": (
+            [pool[:4], pool.view(-1)[8:72].view(4, 2, 1, 8)],
+            [good, good.clone()],
+        ),
+        r"key_caches\[0\] and value_caches\[1\] share memory": (
+            [pool[:4], good],
+            [good, pool.as_strided((4, 2, 1, 8), (8, 32, 8, 1))],
+        ),
     }
     for message, (keys, values) in bad.items():
         with pytest.raises(ValueError, match=message):
             copy_blocks(keys, values, [(0, 1)])
+
+
+def test_shared_memory_is_found_as_by_counting_bytes() -> None:
+    """Two random windows into one buffer, of the same strides: every byte's owner is compared."""
+    rng = np.random.default_rng(0)
+    seen = set()
+    for _ in range(300):
+        n, b, h, d = rng.integers(1, 4, 4).tolist()
+        axes = rng.permutation(3)
+        strides, reach = [0, 0, 0, 1], d + int(rng.integers(0, 3))
+        for axis in axes:
+            strides[axis] = reach
+            reach = reach * (n, b, h)[axis] + int(rng.integers(0, 3))
+        buffer = torch.zeros(2 * reach + 8, dtype=torch.int16)
+        offset = int(rng.integers(0, reach + 4))
+        sizes = (n, b, h, int(rng.integers(1, d + 1)))
+        windows = [
+            buffer.as_strided((n, b, h, d), strides),
+            buffer.as_strided(sizes, strides, offset),
+        ]
+        owners = torch.full((2, len(buffer)), -1)
+        for owner, window in zip(owners, windows, strict=True):
+            start = owner.storage_offset() + window.storage_offset()
+            blocks = owner.as_strided(window.shape, strides, start)
+            blocks.copy_(torch.arange(n).view(n, 1, 1, 1).expand(window.shape))
+        common = (owners >= 0).all(0)
+        any_shared = bool(common.any())
+        mixed = bool((common & (owners[0] != owners[1])).any())
+        for shared, check in (
+            (any_shared, lambda w: module.check_apart("a", w[:1], "b", w[1:])),
+            (mixed, lambda w: module.check_blocks_apart("ab", w)),
+        ):
+            if shared:
+                with pytest.raises(ValueError, match="share memory"):
+                    check(windows)
+            else:
+                check(windows)
+        seen.add((any_shared, mixed))
+    assert len(seen) == 3
+
+
+@pytest.mark.parametrize("same", ["caches", "view"])
+def test_values_may_be_a_view_of_the_keys(same: str) -> None:
+    key = random_bits(6, 3, 1, 16, dtype=torch.float16)
+    want = key.clone()
+    reference.copy_blocks([want], [], [(0, 1), (1, 2)])
+    copy_blocks([key], [key if same == "caches" else key[..., :8]], [(0, 1), (1, 2)])
+    assert torch.equal(bits(key), bits(want))
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="the meter needs the interpreter")

@@ -109,7 +109,33 @@ def bad_calls() -> dict[str, tuple]:
     cache = torch.randn(5, 2, 1, 8, device=DEVICE)
     blocks = torch.randn(2, 2, 1, 8, device=DEVICE)
     half = blocks.half()
+    pool = torch.randn(9, 2, 2, 8, device=DEVICE)
     return {
+        r"destinations\[0\] and sources\[0\] share memory": (
+            swap_blocks,
+            [cache],
+            [cache],
+            [(0, 1), (1, 2), (2, 3)],
+        ),
+        r"destinations\[1\] and sources\[0\] share memory": (
+            swap_blocks,
+            [pool[:5], torch.empty_like(pool)[:5]],
+            [torch.empty_like(pool)[4:], pool[4:]],
+            [(0, 1)],
+        ),
+        r"out\[0\] and caches\[0\] share memory": (gather_blocks, [cache], [1, 0], [cache[:2]]),
+        r"out\[0\] and caches\[1\] share memory": (
+            gather_blocks,
+            [torch.empty_like(cache), cache],
+            [1, 0],
+            [cache[3:], torch.empty_like(blocks)],
+        ),
+        r"blocks\[0\] and caches\[0\] share memory": (
+            scatter_blocks,
+            [cache[1:3]],
+            [cache],
+            [4, 2],
+        ),
         r"block_ids 5 is outside \[0, 5\)": (gather_blocks, [cache], [0, 5]),
         r"block_ids -1 is outside \[0, 5\)": (gather_blocks, [cache], [-1]),
         r"block_ids has shape \[1, 2\]": (gather_blocks, [cache], [[0, 1]]),
@@ -151,6 +177,16 @@ def test_a_bad_call_is_refused_before_anything_moves(message: str) -> None:
         function(*arguments)
     for tensor, content in zip(tensors, before, strict=True):
         assert torch.equal(bits(tensor), content)
+
+
+def test_parts_of_one_pool_may_be_swapped() -> None:
+    """Other blocks, or other heads of the same blocks, are other memory."""
+    pool = random_cache("nhd", (9, 3, 2, 8), torch.float16)
+    before = pool.clone()
+    swap_blocks([pool[:5]], [pool[5:]], [(4, 0), (1, 3)])
+    assert torch.equal(bits(pool[[5, 8]]), bits(before[[4, 1]]))
+    swap_blocks([pool[:, :, :1]], [pool[:, :, 1:]], [(0, 1), (1, 2)])
+    assert torch.equal(bits(pool[1:3, :, 1]), bits(before[:2, :, 0]))
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="the meter needs the interpreter")
