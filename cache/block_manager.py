@@ -167,12 +167,12 @@ class BlockSpaceManager:
     # -- growth
 
     def can_append_slots(self, group: SequenceGroup, num_lookahead_slots: int = 0) -> bool:
-        """Whether `append_slots` would succeed for all sequences of the group that have blocks.
+        """Whether `append_slots` would succeed for all the group's sequences on the GPU.
 
-        False if none has, or one is swapped out.
+        False if none is there.
         """
-        seqs = [seq for seq in group.get_seqs() if seq.seq_id in self._row_of]
-        if not seqs or not all(map(self._on_gpu, seqs)):
+        seqs = [seq for seq in group.get_seqs() if self._on_gpu(seq)]
+        if not seqs:
             return False
         rows = self.rows_of(seqs)
         counts = self._num_unseen(seqs, rows)
