@@ -9,7 +9,7 @@ are not here, and tests count how many compilations a series of calls would caus
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cache
@@ -127,12 +127,19 @@ def _gpu_target(index: int) -> Target:
     return Target(f"sm_{arch}", "cuda", arch, shared_memory, properties.multi_processor_count)
 
 
-def are_strides_aligned(*tensors: torch.Tensor) -> bool:
-    """True if 16 divides every stride but the last, which is when Triton loads 16 bytes at once."""
+def are_aligned(*tensors: torch.Tensor) -> bool:
+    """True if 16 divides every address and every stride but the last.
+
+    That is when Triton loads 16 bytes at once.
+    """
     recording = _recording.get()
     if recording is not None and recording.integer is not None:
         return recording.integer % 16 == 0
-    return all(stride % 16 == 0 for tensor in tensors for stride in tensor.stride()[:-1])
+    return all(
+        number % 16 == 0
+        for tensor in tensors
+        for number in (tensor.data_ptr(), *tensor.stride()[:-1])
+    )
 
 
 def is_interpreted(kernel: Any) -> bool:
@@ -158,13 +165,17 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
         return
     if 0 in grid:
         return
-    on_cpu = any(isinstance(arg, torch.Tensor) and arg.device.type == "cpu" for arg in args)
+    devices = [arg.device for arg in args if isinstance(arg, torch.Tensor)]
+    on_cpu = any(device.type == "cpu" for device in devices)
     if on_cpu and not is_interpreted(kernel):
         raise RuntimeError(
             "Triton kernels need a GPU. For CPU tensors set TRITON_INTERPRET=1 before importing "
             "kernels, or call the operation of the same name in kernels.reference"
         )
-    kernel[grid](*args, **meta)
+    # Triton launches on the current GPU, wherever the tensors are.
+    elsewhere = devices and devices[0].type == "cuda"
+    with torch.cuda.device(devices[0]) if elsewhere else nullcontext():
+        kernel[grid](*args, **meta)
 
 
 def next_power_of_2(n: int) -> int:
@@ -203,7 +214,9 @@ def check_tensor(
     if dtypes and tensor.dtype not in dtypes:
         wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise ValueError(f"{name} is {str(tensor.dtype).removeprefix('torch.')}, not {wanted}")
-    if contiguous_last and tensor.ndim and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+    # An empty array of numpy's has strides of 0, and nothing is read from it.
+    strided = contiguous_last and tensor.numel() > 0 and tensor.ndim > 0
+    if strided and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
         raise ValueError(f"{name} has strides {tensor.stride()}: the last one must be 1")
 
 
@@ -276,7 +289,7 @@ _ATTENTION_TILES: dict[tuple[str, str], list[tuple[int, Tile, Tile]]] = {
     ],
     ("cuda", "32-bit"): [
         (64, (16, 32, 4, 3), (32, 32, 8, 2)),
-        (96, (16, 32, 8, 2), (16, 16, 8, 2)),
+        (96, (16, 16, 8, 2), (16, 16, 8, 1)),
         (128, (16, 16, 8, 2), (16, 16, 8, 2)),
         (256, (16, 32, 8, 2), (16, 16, 8, 2)),
         (576, (8, 16, 8, 1), (8, 16, 8, 1)),
@@ -297,10 +310,11 @@ _ATTENTION_TILES: dict[tuple[str, str], list[tuple[int, Tile, Tile]]] = {
     ],
 }
 
-# Strides that 16 doesn't divide: elements come one by one, through registers.
+# Strides or addresses that 16 doesn't divide: elements come one by one, through registers.
 _UNALIGNED_TILES: list[tuple[int, Tile, Tile]] = [
-    (256, (16, 16, 4, 1), (16, 16, 8, 1)),
-    (576, (16, 16, 8, 1), (16, 16, 8, 1)),
+    (128, (16, 16, 4, 1), (16, 16, 8, 1)),
+    (256, (16, 16, 8, 1), (16, 16, 8, 1)),
+    (576, (8, 16, 8, 1), (8, 16, 8, 1)),
 ]
 
 # The interpreter pays for each operation, not for each element.
@@ -319,7 +333,8 @@ def attention_tiles(
 ) -> AttentionTiles:
     """The tiles of paged attention for `group` query heads a KV head.
 
-    `aligned` says whether 16 divides the cache's strides, `decode` that queries are one token.
+    `aligned` says whether 16 divides the caches' strides and addresses, `decode` that queries are
+    one token.
     """
     kind = "32-bit" if query_bytes == 4 else {1: "fp8 cache", 2: "16-bit"}[cache_bytes]
     if target is INTERPRETER:

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from .launch import (
-    are_strides_aligned,
+    are_aligned,
     attention_tiles,
     cdiv,
     check_devices,
@@ -379,7 +379,7 @@ def paged_attention(
         key_cache.dtype.itemsize,
         query.dtype.itemsize,
         decode=max_query_len == 1 or (max_query_len is None and num_tokens == num_seqs),
-        aligned=are_strides_aligned(key_cache, value_cache),
+        aligned=are_aligned(key_cache, value_cache),
     )
     one_tile = max_query_len is not None and max_query_len <= tiles.tile_q
     grid_tiles = num_seqs if one_tile else num_tokens // tiles.tile_q + num_seqs

@@ -90,8 +90,13 @@ def _write_kv_kernel(
             v_scale = tl.load(v_scale_ptr + head * stride_v_scale, mask=head < NUM_KV_HEADS)[
                 :, None
             ]
-        key = tl.clamp(key.to(tl.float32) / k_scale, -LIMIT, LIMIT)
-        value = tl.clamp(value.to(tl.float32) / v_scale, -LIMIT, LIMIT)
+        # By default a clamp turns NaN into a limit.
+        key = tl.clamp(
+            key.to(tl.float32) / k_scale, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL
+        )
+        value = tl.clamp(
+            value.to(tl.float32) / v_scale, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL
+        )
     key_target = block * stride_kc_block + offset * stride_kc_slot + head[:, None] * stride_kc_head
     value_target = (
         block * stride_vc_block + offset * stride_vc_slot + head[:, None] * stride_vc_head

@@ -1,10 +1,13 @@
 """Paged attention against its definition, on poisoned memory, over every shape that is promised."""
 
 import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kernels import launch
 from kernels.paged_attention import paged_attention
@@ -233,6 +236,56 @@ def test_no_tokens_and_no_sequences() -> None:
         query_start_loc=inputs.query_start_loc[:1],
     )
     assert attend(none).shape == (0, 8, 64)
+
+
+def test_takes_numpys_empty_tables() -> None:
+    """Numpy gives an empty array strides of 0, which were refused."""
+    inputs = replace(
+        inputs_of([0, 0], [1, 1]),
+        block_tables=torch.zeros(0, dtype=torch.int32, device=DEVICE).as_strided((2, 0), (0, 0)),
+    )
+    assert (attend(inputs) == 0).all()
+
+
+def test_unaligned_caches_take_small_tiles() -> None:
+    """Caches that start one element off an address of 16 spilled registers in the large tiles."""
+    inputs = inputs_of([17], [1], dtype=torch.bfloat16)
+    shape = inputs.key_cache.shape
+    storage = torch.zeros(shape.numel() + 1, dtype=torch.bfloat16, device=DEVICE)
+    shifted = storage[1:].view(shape)
+    tiles = []
+    for key_cache in (inputs.key_cache, shifted):
+        with launch.record_launches(launch.TARGETS["sm_90"]) as launches:
+            attend(replace(inputs, key_cache=key_cache), num_splits=1)
+        tiles.append(launches[0].args["TILE_N"])
+    assert tiles == [64, 16]
+    assert not launch.are_aligned(shifted)
+    assert torch.equal(
+        attend(replace(inputs, key_cache=shifted.copy_(inputs.key_cache))), attend(inputs)
+    )
+
+
+def test_launches_on_the_device_of_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton launches on the current GPU, wherever the tensors are."""
+    entered = []
+
+    @contextmanager
+    def device(chosen: torch.device) -> Iterator[None]:
+        entered.append(chosen)
+        yield
+        entered.append("left")
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable:
+            return lambda *args, **meta: entered.append(grid)
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    with FakeTensorMode():
+        tensor = torch.empty(1, device="cuda:1")
+    launch.launch(Kernel(), (2,), 1, tensor)
+    assert entered == [torch.device("cuda:1"), (2,), "left"]
+    launch.launch(Kernel(), (3,), torch.zeros(1))
+    assert entered[3:] == [(3,)]
 
 
 @pytest.mark.parametrize("max_query_len", [None, 1])

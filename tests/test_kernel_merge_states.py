@@ -1,5 +1,6 @@
 """Merging attention over disjoint sets of keys by their log-sum-exp."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -98,6 +99,17 @@ def test_writes_only_its_rows() -> None:
     target.assert_guards_intact()
     assert target.tensor[..., :80].isfinite().all()
     assert target.tensor[..., 80:].isnan().all()
+
+
+def test_an_empty_batch_of_numpy_arrays() -> None:
+    """Numpy gives an empty array strides of 0, which were refused."""
+    outs = torch.from_numpy(np.empty((2, 0, 4, 16), dtype=np.float32)).to(DEVICE)
+    empty = torch.zeros(0, device=DEVICE).as_strided((2, 0, 4, 16), (0, 0, 0, 0))
+    lses = torch.zeros(2, 0, 4, device=DEVICE)
+    for states_of_none in (outs, empty):
+        out, lse = merge_states(states_of_none, lses)
+        assert out.shape == (0, 4, 16)
+        assert lse.shape == (0, 4)
 
 
 def test_strided_states() -> None:

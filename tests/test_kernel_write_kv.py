@@ -92,6 +92,19 @@ def test_fp8_stores_the_scaled_value(dtype: str, cache_dtype: torch.dtype) -> No
     assert written[0].view(32, 2, 64)[0].float().isfinite().all()
 
 
+@pytest.mark.parametrize(
+    "cache_dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=["e4m3", "e5m2"]
+)
+def test_fp8_keeps_nan(cache_dtype: torch.dtype) -> None:
+    """A GPU's minimum and maximum drop NaN, so a faulty key became a large finite one."""
+    key, value = new_tokens(2, 2, 16, torch.bfloat16)
+    key[0, 0, 3] = value[1, 1, 5] = float("nan")
+    key_cache, value_cache = caches(1, 2, 2, 16, dtype=cache_dtype)
+    write_kv(key, value, key_cache, value_cache, torch.tensor([0, 1], device=DEVICE))
+    for source, cache in ((key, key_cache), (value, value_cache)):
+        assert torch.equal(cache[0].float().isnan(), source.isnan())
+
+
 def test_strided_caches_and_rows() -> None:
     """Keys and values cut out of one packed row, a cache that interleaves K and V, and one HND."""
     packed = torch.randn(6, 4, 48, device=DEVICE)
