@@ -8,11 +8,13 @@ are not here, and tests count how many compilations a series of calls would caus
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cache
+from numbers import Real
 from typing import Any
 
 import torch
@@ -220,6 +222,34 @@ def check_tensor(
         raise ValueError(f"{name} has strides {tensor.stride()}: the last one must be 1")
 
 
+def check_positive(name: str, value: object) -> None:
+    """Raise ValueError unless `value` is a positive, finite number."""
+    if not isinstance(value, Real) or not 0 < value < math.inf:
+        raise ValueError(f"{name} is {value}: it must be a positive number")
+
+
+def check_integer(name: str, value: object, least: int) -> None:
+    """Raise ValueError unless `value` is an int, and at least `least`."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name} is {value}: it must be an integer of at least {least}")
+
+
+def check_written(name: str, tensor: torch.Tensor) -> None:
+    """Raise ValueError if several elements of `tensor` share an address, as after `expand`."""
+    layout = zip(tensor.shape, tensor.stride(), strict=True)
+    if any(size > 1 and stride == 0 for size, stride in layout) and tensor.numel():
+        raise ValueError(
+            f"{name} has strides {tensor.stride()}: what is written can't have one of 0"
+        )
+
+
+def check_sizes(**sizes: int) -> None:
+    """Raise ValueError if one of `sizes` is 0."""
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{name} is {size}")
+
+
 def check_scale(
     name: str, scale: float | torch.Tensor | None, num_kv_heads: int, device: torch.device
 ) -> tuple[float, torch.Tensor | None, int]:
@@ -229,10 +259,9 @@ def check_scale(
     kernel, so that it may be computed there.
     """
     if not isinstance(scale, torch.Tensor):
-        number = 1.0 if scale is None else float(scale)
-        if not number > 0:
-            raise ValueError(f"{name} is {number}: it must be positive")
-        return number, None, 0
+        if scale is not None:
+            check_positive(name, scale)
+        return 1.0 if scale is None else float(scale), None, 0
     check_devices(query=torch.empty(0, device=device), **{name: scale})
     if scale.dtype != torch.float32 or scale.numel() not in (1, num_kv_heads) or scale.ndim > 1:
         raise ValueError(

@@ -13,7 +13,15 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import check_devices, check_tensor, is_interpreted, launch, next_power_of_2
+from .launch import (
+    check_devices,
+    check_sizes,
+    check_tensor,
+    check_written,
+    is_interpreted,
+    launch,
+    next_power_of_2,
+)
 from .offline import DTYPES, OfflineCase
 
 DTYPES_IN = (torch.float16, torch.bfloat16, torch.float32)
@@ -119,6 +127,7 @@ def merge_states(
     check_tensor("outs", outs, (None, None, None, None), *DTYPES_IN)
     if outs.shape[0] < 1:
         raise ValueError("outs has no states to merge")
+    check_sizes(num_heads=outs.shape[2], head_size=outs.shape[3])
     check_tensor("lses", lses, outs.shape[:3], torch.float32, contiguous_last=False)
     if out is None:
         out = torch.empty(outs.shape[1:], dtype=outs.dtype, device=outs.device)
@@ -126,6 +135,8 @@ def merge_states(
         lse = torch.empty(outs.shape[1:3], dtype=torch.float32, device=outs.device)
     check_tensor("out", out, outs.shape[1:], *DTYPES_IN)
     check_tensor("lse", lse, outs.shape[1:3], torch.float32, contiguous_last=False)
+    check_written("out", out)
+    check_written("lse", lse)
     check_devices(outs=outs, lses=lses, out=out, lse=lse)
     launch_merge(outs, lses, out, lse, None)
     return out, lse

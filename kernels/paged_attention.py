@@ -25,9 +25,12 @@ from .launch import (
     attention_tiles,
     cdiv,
     check_devices,
+    check_integer,
+    check_positive,
     check_scale,
     check_supported,
     check_tensor,
+    check_written,
     is_interpreted,
     launch,
     num_kv_splits,
@@ -363,6 +366,7 @@ def paged_attention(
     if out is None:
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     check_tensor("out", out, query.shape, query.dtype)
+    check_written("out", out)
     check_devices(query=query, out=out, alibi_slopes=alibi_slopes, sinks=sinks)
     lse = None
     if return_lse:
@@ -390,9 +394,12 @@ def paged_attention(
     interpreted = is_interpreted(_paged_attention_kernel)
     target_out, target_lse = out, lse
     if num_splits > 1:
-        shape = (num_splits, *query.shape)
-        target_out = torch.empty(shape, dtype=torch.float32, device=query.device)
-        target_lse = torch.empty(shape[:3], dtype=torch.float32, device=query.device)
+        # 16 always divides the stride of a split, so no batch compiles another kernel.
+        size = 16 * cdiv(query.numel(), 16)
+        target_out = torch.empty(num_splits, size, dtype=torch.float32, device=query.device)
+        target_out = target_out[:, : query.numel()].unflatten(1, query.shape)
+        shape = (num_splits, num_tokens, num_heads)
+        target_lse = torch.empty(shape, dtype=torch.float32, device=query.device)
     elif interpreted and out.dtype == torch.bfloat16:
         # The interpreter truncates to bfloat16; torch rounds.
         target_out = out.float()
@@ -496,18 +503,17 @@ def _check_options(
     max_query_len: int | None,
     num_splits: int | None,
 ) -> None:
-    if not scale > 0:
-        raise ValueError(f"scale is {scale}: it must be positive")
-    if sliding_window is not None and sliding_window < 1:
-        raise ValueError(f"sliding_window is {sliding_window}: it must be at least 1")
-    if sliding_window is not None and not causal:
-        raise ValueError("sliding_window needs causal=True")
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap is {softcap}: it must be positive")
-    if max_query_len is not None and max_query_len < 0:
-        raise ValueError(f"max_query_len is {max_query_len}: it can't be negative")
-    if num_splits is not None and num_splits < 1:
-        raise ValueError(f"num_splits is {num_splits}: it must be at least 1")
+    check_positive("scale", scale)
+    if softcap is not None:
+        check_positive("softcap", softcap)
+    if sliding_window is not None:
+        check_integer("sliding_window", sliding_window, 1)
+        if not causal:
+            raise ValueError("sliding_window needs causal=True")
+    if max_query_len is not None:
+        check_integer("max_query_len", max_query_len, 0)
+    if num_splits is not None:
+        check_integer("num_splits", num_splits, 1)
 
 
 def _dot_dtype(dtype: torch.dtype, interpreted: bool) -> tl.dtype:

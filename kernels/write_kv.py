@@ -18,8 +18,10 @@ import triton.language as tl
 from .launch import (
     check_devices,
     check_scale,
+    check_sizes,
     check_supported,
     check_tensor,
+    check_written,
     is_interpreted,
     launch,
     next_power_of_2,
@@ -153,6 +155,12 @@ def write_kv(
         value_cache=value_cache,
         slot_mapping=slot_mapping,
     )
+    num_blocks, block_size = key_cache.shape[:2]
+    check_sizes(block_size=block_size, num_kv_heads=num_kv_heads, head_size=head_size)
+    check_written("key_cache", key_cache)
+    check_written("value_cache", value_cache)
+    if num_blocks and key_cache.data_ptr() == value_cache.data_ptr():
+        raise ValueError("key_cache and value_cache start at the same address")
     quantize = key_cache.dtype != key.dtype
     if not quantize and (k_scale is not None or v_scale is not None):
         raise ValueError(f"k_scale and v_scale are for fp8 caches, not {key_cache.dtype}")
@@ -163,7 +171,6 @@ def write_kv(
         key = quantized(key, k_scale, key_cache.dtype)
         value = quantized(value, v_scale, value_cache.dtype)
         quantize = False
-    num_blocks, block_size = key_cache.shape[:2]
     tile_d = next_power_of_2(head_size)
     tile_h = min(next_power_of_2(num_kv_heads), max(1, 4096 // tile_d))
     launch(

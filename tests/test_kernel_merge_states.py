@@ -152,6 +152,8 @@ def test_only_the_first_axis_grows() -> None:
     [
         (torch.zeros(2, 3, 16), torch.zeros(2, 3), {}, "outs has shape"),
         (torch.zeros(0, 3, 2, 16), torch.zeros(0, 3, 2), {}, "no states"),
+        (torch.zeros(2, 3, 0, 16), torch.zeros(2, 3, 0), {}, "num_heads is 0"),
+        (torch.zeros(2, 3, 2, 0), torch.zeros(2, 3, 2), {}, "head_size is 0"),
         (torch.zeros(2, 3, 2, 16).double(), torch.zeros(2, 3, 2), {}, "outs is float64"),
         (torch.zeros(2, 3, 2, 16), torch.zeros(2, 3), {}, "lses has shape"),
         (torch.zeros(2, 3, 2, 16), torch.zeros(2, 3, 2).half(), {}, "lses is float16"),
@@ -159,6 +161,12 @@ def test_only_the_first_axis_grows() -> None:
         (torch.zeros(2, 3, 16, 2).transpose(2, 3), torch.zeros(2, 3, 2), {}, "last one must be 1"),
         (torch.zeros(2, 3, 2, 16), torch.zeros(2, 3, 2), {"out": torch.zeros(3, 2, 8)}, "out has"),
         (torch.zeros(2, 3, 2, 16), torch.zeros(2, 3, 2), {"lse": torch.zeros(3)}, "lse has shape"),
+        (
+            torch.zeros(2, 3, 2, 16),
+            torch.zeros(2, 3, 2),
+            {"out": torch.zeros(2, 16).expand(3, -1, -1)},
+            "out has strides",
+        ),
     ],
     ids=lambda value: value.replace(" ", "-") if isinstance(value, str) else "",
 )  # fmt: skip

@@ -119,13 +119,16 @@ for num_seqs in (1, 2, 3, 8, 16, 17, 32):
         window = {"sliding_window": length, "softcap": 1.0 + length}
         count("windowed decode", attend(inputs, max_query_len=1, num_splits=1, **window))
         queries = [length] + [1] * (num_seqs - 1)
+        odd = {"head_size": 40, "num_heads": 1, "num_kv_heads": 1}
+        odd = attention_inputs([length] * num_seqs, [1] * num_seqs, **odd)
+        count("odd split decode", attend(odd, max_query_len=1, num_splits=2))
         inputs = attention_inputs([length] * num_seqs, queries, spare_columns=spare)
         if length > 1:
             count("prefill", attend(inputs, num_splits=1))
         tokens = torch.zeros(num_seqs * length % 4099 + 1, 2, 64)
         cache = torch.zeros(num_seqs, 16, 2, 64)
         slots = torch.zeros(len(tokens), dtype=torch.int64)
-        count("write", lambda: write_kv(tokens, tokens, cache, cache, slots))
+        count("write", lambda: write_kv(tokens, tokens, cache, cache.clone(), slots))
         states = torch.zeros(num_seqs, length, 2, 64)
         count("merge", lambda: merge_states(states, states[..., 0].contiguous()))
 print(json.dumps({name: len(found) for name, found in keys.items()}))
@@ -140,6 +143,8 @@ def test_batches_and_lengths_never_recompile() -> None:
         "decode without a hint _paged_attention_kernel",
         "split decode _paged_attention_kernel",
         "split decode _merge_states_kernel",
+        "odd split decode _paged_attention_kernel",
+        "odd split decode _merge_states_kernel",
         "windowed decode _paged_attention_kernel",
         "prefill _paged_attention_kernel",
         "write _write_kv_kernel",

@@ -153,8 +153,14 @@ def test_only_the_first_axis_grows() -> None:
     key = torch.zeros(1, 2, 16).expand(70_000, -1, -1)
     cache = torch.zeros(1, 4, 2, 16)
     with launch.record_launches(launch.TARGETS["sm_90"]) as launches:
-        write_kv(key, key, cache, cache, torch.full((70_000,), -1))
+        write_kv(key, key, cache, cache.clone(), torch.full((70_000,), -1))
     assert launches[0].grid == (70_000, 1)
+
+
+def empty_heads(num_kv_heads: int, head_size: int) -> dict[str, torch.Tensor]:
+    key = torch.zeros(3, num_kv_heads, head_size)
+    cache = torch.zeros(2, 8, num_kv_heads, head_size)
+    return {"key": key, "value": key, "key_cache": cache, "value_cache": cache}
 
 
 @pytest.mark.parametrize(
@@ -173,6 +179,13 @@ def test_only_the_first_axis_grows() -> None:
         ({"slot_mapping": torch.zeros(2, dtype=torch.int64)}, "slot_mapping has shape"),
         ({"k_scale": 0.5}, "for fp8 caches"),
         ({"k_scale": -1.0, "fp8": True}, "k_scale is -1.0"),
+        ({"k_scale": float("inf"), "fp8": True}, "k_scale is inf"),
+        (dict.fromkeys(("key_cache", "value_cache"), torch.zeros(2, 8, 2, 16)), "same address"),
+        (dict.fromkeys(("key_cache", "value_cache"), torch.zeros(2, 0, 2, 16)), "block_size is 0"),
+        ({"value_cache": torch.zeros(8, 2, 16).expand(2, -1, -1, -1)}, "value_cache has strides"),
+        ({"key_cache": torch.zeros(8, 2, 16).expand(2, -1, -1, -1)}, "key_cache has strides"),
+        (empty_heads(0, 16), "num_kv_heads is 0"),
+        (empty_heads(2, 0), "head_size is 0"),
         ({"v_scale": torch.ones(3), "fp8": True}, "v_scale is"),
     ],
     ids=lambda value: value.replace(" ", "-") if isinstance(value, str) else "",
