@@ -27,7 +27,14 @@ import torch
 import triton
 import triton.language as tl
 
-from .copy_blocks import CopyPlan, check_blocks, check_distinct, check_range, to_device
+from .copy_blocks import (
+    CopyPlan,
+    check_apart,
+    check_blocks,
+    check_distinct,
+    check_range,
+    to_device,
+)
 from .launch import (
     cdiv,
     check_devices,
@@ -303,11 +310,19 @@ def make_hash_keys(
 ) -> torch.Tensor:
     """Return k, r and p of a content hash in one tensor, int64 [2 * num_words + 1].
 
+    Raises:
+        ValueError: unless there are as many keys as multipliers, all of them integers of 64 bits.
+
     Example: `make_hash_keys(h.word_keys, h.word_multipliers, h.position_multiplier, "cuda")` for
     the host's ContentHasher h, whose algorithm has to be mix64.
     """
-    parts = [word_keys, word_multipliers, [position_multiplier]]
-    keys = np.concatenate([np.asarray(part, dtype=np.uint64) for part in parts])
+    num_words = (len(word_keys),)
+    parts = [
+        _integers("word_keys", word_keys, num_words, np.uint64),
+        _integers("word_multipliers", word_multipliers, num_words, np.uint64),
+        _integers("position_multiplier", [position_multiplier], (1,), np.uint64),
+    ]
+    keys = np.concatenate(parts)
     return to_device(keys.view(np.int64), torch.device(device))
 
 
@@ -484,7 +499,8 @@ def prefix_hash_gather(
         caches: tensors [num_blocks, block_size, num_kv_heads, head_size] of one shape and dtype,
             such as the keys and values of all layers.
         out: tensors [num_seqs, max_blocks * block_size, num_kv_heads, head_size], contiguous, one a
-            cache; made if None. Row i is written up to matched_lens[i], not beyond.
+            cache, that share no memory with the caches; made if None. Row i is written up to
+            matched_lens[i], not beyond.
         the others: as for `match_prefix`.
 
     Raises:
@@ -504,7 +520,8 @@ def prefix_hash_gather(
         check_tensor("token_ids", token_ids, (None, None), torch.int32)
         width = max(0, token_ids.shape[1] - 1) // block_size
     shape = (num_seqs, width * block_size, *caches[0].shape[2:])
-    if out is None:
+    is_new = out is None
+    if is_new:
         out = [caches[0].new_empty(shape) for _ in caches]
     if len(out) != len(caches):
         raise ValueError(f"out holds {len(out)} tensors, caches {len(caches)}")
@@ -513,6 +530,8 @@ def prefix_hash_gather(
         check_devices(caches=caches[0], out=tensor)
         if not tensor.is_contiguous():
             raise ValueError(f"out[{index}] has strides {tensor.stride()}; it must be contiguous")
+    if not is_new:
+        check_apart("out", out, "caches", caches)
     tables, lens = match_prefix(
         token_ids,
         seq_lens,
@@ -582,30 +601,28 @@ class DevicePrefixIndex:
             computed: bool [n], whether the KV of block_ids[i] has been written.
 
         Raises:
-            ValueError: for slots or ids out of range, one that occurs twice, or other shapes.
+            ValueError: before anything is written, for values out of range or of another kind, a
+                slot or id that occurs twice, or other shapes.
 
         Example, with the host's index and pool:
             slots, keys, ids = index.drain_changes()
             device_index.apply_changes(slots, keys, ids, pool.token_ids[ids], pool.computed[ids])
         """
         n, block_size = len(slots), self.token_ids.shape[1]
-        for name, array, shape in (
-            ("keys", keys, (n,)),
-            ("block_ids", block_ids, (n,)),
-            ("token_ids", token_ids, (n, block_size)),
-            ("computed", computed, (n,)),
-        ):
-            if np.shape(array) != shape:
-                raise ValueError(f"{name} has shape {np.shape(array)}; expected {shape}")
+        slots = _integers("slots", slots, (n,), np.int64)
+        keys = _integers("keys", keys, (n,), np.int64)
+        block_ids = _integers("block_ids", block_ids, (n,), np.int64)
+        token_ids = _integers("token_ids", token_ids, (n, block_size), np.int32)
+        computed = _flags("computed", computed, (n,))
         check_range("slot", slots, self.keys.numel())
         check_distinct("slot", slots)
-        is_free = np.asarray(keys) == EMPTY.value
+        is_free = keys == EMPTY.value
         named = np.where(is_free, -1, block_ids)
         check_range("block id", named[~is_free], self.num_blocks)
         check_distinct("block id", named[~is_free])
         patches = np.empty((n, 5 + block_size), dtype=np.int32)
         patches[:, 0] = slots
-        patches[:, 1:3] = np.asarray(keys, dtype="<i8").reshape(n, 1).view("<i4")
+        patches[:, 1:3] = keys.astype("<i8").reshape(n, 1).view("<i4")
         patches[:, 3] = named
         patches[:, 4] = computed
         patches[:, 5:] = token_ids
@@ -625,10 +642,15 @@ class DevicePrefixIndex:
         )
 
     def set_computed(self, block_ids: np.ndarray, computed: bool = True) -> None:
-        """Mark blocks as computed, or not. Raises ValueError for ids out of range."""
-        ids = np.asarray(block_ids, dtype=np.int64)
+        """Mark blocks, int64 [n], as computed, or not.
+
+        Raises:
+            ValueError: for ids that are out of range or no integers, such as one flag a block.
+        """
+        ids = _integers("block_ids", block_ids, np.shape(block_ids), np.int64)
         check_range("block id", ids, self.num_blocks)
-        self.computed[to_device(ids, self.computed.device)] = int(computed)
+        flag = _flags("computed", computed, ())
+        self.computed[to_device(ids, self.computed.device)] = int(flag)
 
     def match(
         self,
@@ -653,6 +675,45 @@ class DevicePrefixIndex:
 def index_shift(num_buckets: int) -> int:
     """How far right a hash is shifted to give its home bucket; one bucket is masked to 0 anyway."""
     return 64 - max(1, num_buckets.bit_length() - 1)
+
+
+def _integers(
+    name: str, values: np.ndarray | Sequence[int], shape: tuple[int, ...], dtype: type
+) -> np.ndarray:
+    """Return `values` as `dtype`. Raises ValueError for another shape, or one that doesn't fit."""
+    array = np.asarray(values)
+    if array.shape != shape:
+        raise ValueError(f"{name} has shape {array.shape}; expected {shape}")
+    if not array.size:
+        return array.astype(dtype)
+    if array.dtype.kind not in "iu":
+        # Integers that no dtype holds may be floats or objects by now.
+        if not isinstance(values, np.ndarray):
+            array = np.asarray(values, dtype=object)
+        for value in array.flat:
+            if isinstance(value, bool) or not isinstance(value, int | np.integer):
+                raise ValueError(f"{name} holds {value!r}; expected integers")
+    least, most = int(np.iinfo(dtype).min), int(np.iinfo(dtype).max)
+    outside = (array < least) | (array > most)
+    if outside.any():
+        value = array.flat[outside.argmax()]
+        raise ValueError(f"{name} holds {value}, which is outside [{least}, {most}]")
+    return array.astype(dtype)
+
+
+def _flags(
+    name: str, values: np.ndarray | Sequence[bool] | bool, shape: tuple[int, ...]
+) -> np.ndarray:
+    """Return `values` as bool. Raises ValueError for another shape, or one that is no flag."""
+    array = np.asarray(values)
+    if array.dtype.kind != "b":
+        array = _integers(name, values, shape, np.int64)
+        wrong = (array != 0) & (array != 1)
+        if wrong.any():
+            raise ValueError(f"{name} holds {array.flat[wrong.argmax()]}; expected a flag")
+    if array.shape != shape:
+        raise ValueError(f"{name} has shape {array.shape}; expected {shape}")
+    return array.astype(bool)
 
 
 def _check_prompts(

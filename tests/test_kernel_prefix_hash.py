@@ -548,6 +548,10 @@ def test_outputs_and_caches_that_do_not_fit_are_refused() -> None:
         prefix_hash_gather(*arguments, [cache_[:11]])
     with pytest.raises(ValueError, match=r"out\[0\] has shape \[8, 40, 1, 8\]"):
         prefix_hash_gather(*arguments, [cache_], out=[torch.zeros(8, 40, 1, 8, device=DEVICE)])
+    out = prefix_hash_gather(*arguments, [cache_]).gathered[0]
+    inside = out.view(-1)[: cache_.numel()].view(cache_.shape)
+    with pytest.raises(ValueError, match=r"out\[0\] and caches\[0\] share memory"):
+        prefix_hash_gather(*arguments, [inside], out=[out])
     with pytest.raises(ValueError, match="out holds 0 tensors, caches 1"):
         prefix_hash_gather(*arguments, [cache_], out=[])
 
@@ -579,6 +583,72 @@ def test_changes_that_do_not_fit_are_refused() -> None:
     assert not device_index.keys.any()
     apply([3], [0], [99])
     assert not device_index.token_ids.any()
+
+
+CHANGE = {"slots": [3], "keys": [5], "block_ids": [1], "token_ids": [[1, 2, 3, 4]], "computed": [1]}
+BAD_CHANGES = {
+    "token_ids holds 1099511627779, which is outside": {"token_ids": [[1, 2**40 + 3, 3, 4]]},
+    "token_ids holds -2147483649": {"token_ids": [[-(2**31) - 1, 2, 3, 4]]},
+    r"token_ids holds .*1\.0.*; expected integers": {"token_ids": np.ones((1, 4))},
+    r"slots holds .*3\.0": {"slots": [3.0]},
+    "slots holds True": {"slots": [True]},
+    r"slots has shape \(1, 1\); expected \(1,\)": {"slots": [[3]]},
+    "keys holds 9223372036854775808": {"keys": np.array([2**63], dtype=np.uint64)},
+    "keys holds 73786976294838206464": {"keys": [2**66]},
+    r"keys holds .*5\.5": {"keys": [5.5]},
+    "block_ids holds .*True": {"block_ids": [True]},
+    "block_ids holds 36893488147419103232": {"block_ids": [2**65]},
+    r"block id 4294967297 is outside \[0, 8\)": {"block_ids": [2**32 + 1]},
+    "computed holds 256; expected a flag": {"computed": [256]},
+    r"computed holds .*0\.5": {"computed": [0.5]},
+    r"computed has shape \(2,\)": {"computed": [True, False]},
+}
+
+
+@pytest.mark.parametrize("message", BAD_CHANGES)
+def test_a_change_that_would_be_stored_as_another_is_refused(message: str) -> None:
+    index = DevicePrefixIndex(2, 8, 4, DEVICE)
+    with pytest.raises(ValueError, match=message):
+        index.apply_changes(**{**CHANGE, **BAD_CHANGES[message]})
+    for tensor in (index.keys, index.block_ids, index.token_ids, index.computed):
+        assert not tensor.any()
+
+
+@pytest.mark.parametrize("make", [list, np.array], ids=["lists", "arrays"])
+def test_changes_may_be_lists_or_arrays(make) -> None:
+    index = DevicePrefixIndex(2, 8, 4, DEVICE)
+    index.apply_changes(**{name: make(values) for name, values in CHANGE.items()})
+    assert index.keys.view(-1)[3] == 5
+    assert index.block_ids.view(-1)[3] == 1
+    assert index.token_ids[1].tolist() == [1, 2, 3, 4]
+    assert index.computed.tolist() == [0, 1, 0, 0, 0, 0, 0, 0]
+    index.set_computed(make([0, 7]))
+    index.set_computed(make([1]), False)
+    index.set_computed(make([]))
+    assert index.computed.tolist() == [1, 0, 0, 0, 0, 0, 0, 1]
+
+
+def test_flags_are_no_block_ids() -> None:
+    index = DevicePrefixIndex(2, 8, 4, DEVICE)
+    for ids, computed, message in (
+        ([True, False, True], True, "block_ids holds True"),
+        ([1.0], True, r"block_ids holds .*1\.0"),
+        ([1], 2, "computed holds 2"),
+        ([1], [True], r"computed has shape \(1,\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            index.set_computed(ids, computed)
+    assert not index.computed.any()
+
+
+def test_hash_keys_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"word_multipliers has shape \(3,\); expected \(2,\)"):
+        make_hash_keys([1, 2], [1, 2, 3], 5, DEVICE)
+    with pytest.raises(ValueError, match="word_keys holds -1"):
+        make_hash_keys([1, -1], [1, 2], 5, DEVICE)
+    with pytest.raises(ValueError, match="position_multiplier holds 18446744073709551616"):
+        make_hash_keys([1, 2], [1, 2], 2**64, DEVICE)
+    assert make_hash_keys([1, 2**64 - 1], [3, 4], 5, DEVICE).tolist() == [1, -1, 3, 4, 5]
 
 
 # ---- sizes
@@ -630,22 +700,46 @@ def test_a_captured_match_follows_its_buffers() -> None:
     assert torch.equal(matched, want.matched_lens)
 
 
-def check_far_pool_rows(match_module: ModuleType) -> None:
-    """A pool whose rows lie 2^30 elements apart, with 2^31 untouched elements before them."""
-    setting = make_setting(4, 3)
-    num_blocks, row = len(setting.computed), 1 << 30
-    size = 4 * ((2 + num_blocks) * row)
+def far_rows(rows: torch.Tensor) -> torch.Tensor:
+    """A copy whose rows lie 2^30 elements apart, with 2^31 untouched elements on either side."""
+    num_rows, row = len(rows), 1 << 30
+    size = rows.element_size() * ((4 + num_rows) * row)
     no_reserve = getattr(mmap, "MAP_NORESERVE", 0x4000)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve
-    storage = torch.frombuffer(mmap.mmap(-1, size, flags=flags), dtype=torch.int32)
-    pool = storage.as_strided((num_blocks, 4), (row, 1), 2 * row)
+    storage = torch.frombuffer(mmap.mmap(-1, size, flags=flags), dtype=rows.dtype)
+    return storage.as_strided(rows.shape, (row, 1), 2 * row).copy_(rows)
+
+
+def check_far_pool_rows(match_module: ModuleType) -> None:
+    """A pool whose rows reach beyond 2^31 elements."""
+    setting = make_setting(4, 3)
     arguments = list(setting.arguments())
-    pool.copy_(arguments[6])
     want = reference.match_prefix(*arguments)
-    arguments[6] = pool
+    arguments[6] = far_rows(arguments[6])
     assert setting.host_match(1).max() > 2
     got = match_module.match_prefix(*arguments)
     assert torch.equal(got.matched_lens, want[1])
+
+
+def check_far_sequences(match_module: ModuleType) -> None:
+    """Prompts and results whose rows reach beyond 2^31 elements."""
+    arguments = list(make_setting(4, 9).arguments())
+    want = reference.match_prefix(*arguments)
+    want_hashes = reference.hash_blocks(*arguments[:4], 4)
+    prompts, hashes = far_rows(arguments[0]), far_rows(torch.zeros_like(want_hashes))
+    match_module.hash_blocks(prompts, *arguments[1:4], 4, hashes)
+    assert torch.equal(hashes, want_hashes)
+    tables = far_rows(torch.zeros_like(want[0]))
+    got = match_module.match_prefix(prompts, *arguments[1:], block_tables=tables)
+    assert torch.equal(tables, want[0])
+    assert torch.equal(got.matched_lens, want[1])
+    assert want[1][2:].any()
+
+
+@interpreted
+def test_sequences_beyond_2_31_elements() -> None:
+    """Sequences meet their stride as int64."""
+    check_far_sequences(module)
 
 
 @interpreted
@@ -801,7 +895,27 @@ def test_unmutated_kernels_pass_those_checks() -> None:
 
 
 @interpreted
-def test_the_tests_catch_int32_addresses() -> None:
-    old, new = "found.to(tl.int64) * stride_pool_block", "found * stride_pool_block"
+@pytest.mark.parametrize(
+    ("old", "new", "check"),
+    [
+        (
+            "found.to(tl.int64) * stride_pool_block",
+            "found * stride_pool_block",
+            check_far_pool_rows,
+        ),
+        (
+            "seq = tl.program_id(0).to(tl.int64)\n    num_full",
+            "seq = tl.program_id(0)\n    num_full",
+            check_far_sequences,
+        ),
+        (
+            "seq = tl.program_id(0).to(tl.int64)\n    lane",
+            "seq = tl.program_id(0)\n    lane",
+            check_far_sequences,
+        ),
+    ],
+    ids=["pool-row", "hash-sequence", "match-sequence"],
+)
+def test_the_tests_catch_int32_addresses(old: str, new: str, check) -> None:
     with mutant(module, old, new) as match_module, pytest.raises(AssertionError):
-        check_far_pool_rows(match_module)
+        check(match_module)
