@@ -34,8 +34,8 @@ class PrefixIndex:
     """
 
     def __init__(self, capacity: int, track_changes: bool = False) -> None:
-        # A load of at most a third keeps full buckets, the slow case, below one in a hundred.
-        bucket_bits = max(1, (3 * capacity // BUCKET_SIZE).bit_length())
+        # A load below a quarter keeps full buckets, the slow case, below one in a thousand.
+        bucket_bits = max(1, (4 * capacity // BUCKET_SIZE).bit_length())
         self.num_buckets = 1 << bucket_bits
         self.shift = 64 - bucket_bits
         self.keys = np.zeros((self.num_buckets, BUCKET_SIZE), dtype=np.int64)
