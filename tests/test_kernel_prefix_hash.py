@@ -236,7 +236,7 @@ def test_one_token_is_left_to_compute() -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_full_buckets_are_probed_past(seed: int) -> None:
     """16 entries hold 15 hashes: whatever their homes, one bucket is full and some spill."""
-    setting = make_setting(2, 15, capacity=4, seed=seed)
+    setting = make_setting(2, 15, capacity=3, seed=seed)
     assert setting.index.num_buckets == 2
     assert setting.index.keys.all(axis=1).any()
     check_match(module, setting)
@@ -244,7 +244,7 @@ def test_full_buckets_are_probed_past(seed: int) -> None:
 
 def test_a_full_table_ends_the_search() -> None:
     """A hash that isn't in a table without free entries is a miss, not an endless loop."""
-    setting = make_setting(2, 16, capacity=4)
+    setting = make_setting(2, 16, capacity=3)
     assert setting.index.keys.all()
     arguments = setting.arguments()
     lens = match_prefix(*arguments).matched_lens
