@@ -340,11 +340,30 @@ _ATTENTION_TILES: dict[tuple[str, str], list[tuple[int, Tile, Tile]]] = {
 }
 
 # Strides or addresses that 16 doesn't divide: elements come one by one, through registers.
-_UNALIGNED_TILES: list[tuple[int, Tile, Tile]] = [
-    (128, (16, 16, 4, 1), (16, 16, 8, 1)),
-    (256, (16, 16, 8, 1), (16, 16, 8, 1)),
-    (576, (8, 16, 8, 1), (8, 16, 8, 1)),
-]
+_UNALIGNED_TILES: dict[tuple[str, str], list[tuple[int, Tile, Tile]]] = {
+    ("cuda", "16-bit"): [
+        (64, (16, 16, 4, 1), (16, 16, 4, 1)),
+        (128, (16, 16, 4, 1), (16, 16, 8, 1)),
+        (576, (16, 16, 8, 1), (16, 16, 8, 1)),
+    ],
+    ("cuda", "32-bit"): [
+        (64, (16, 16, 8, 1), (8, 16, 8, 1)),
+        (96, (16, 16, 4, 1), (8, 16, 8, 1)),
+        (128, (16, 16, 4, 1), (16, 16, 4, 1)),
+        (256, (16, 16, 8, 1), (16, 16, 8, 1)),
+        (576, (8, 16, 8, 1), (8, 16, 8, 1)),
+    ],
+    ("hip", "16-bit"): [
+        (128, (16, 16, 4, 1), (16, 16, 8, 1)),
+        (256, (16, 16, 8, 1), (16, 16, 8, 1)),
+        (576, (16, 16, 4, 1), (16, 16, 4, 1)),
+    ],
+    ("hip", "32-bit"): [
+        (128, (16, 16, 4, 1), (16, 16, 8, 1)),
+        (256, (16, 16, 8, 1), (16, 16, 8, 1)),
+        (576, (16, 16, 4, 1), (16, 16, 4, 1)),
+    ],
+}
 
 # The interpreter pays for each operation, not for each element.
 _INTERPRETER_TILES: list[tuple[int, Tile, Tile]] = [(576, (16, 64, 1, 1), (64, 64, 1, 1))]
@@ -370,7 +389,8 @@ def attention_tiles(
         rows = _INTERPRETER_TILES
     else:
         rows = _ATTENTION_TILES.get((target.name, kind), _ATTENTION_TILES[target.backend, kind])
-        rows = rows if aligned else _UNALIGNED_TILES
+        if not aligned:
+            rows = _UNALIGNED_TILES[target.backend, "32-bit" if query_bytes == 4 else "16-bit"]
     decode_tile, prefill_tile = next(tiles for most, *tiles in rows if head_size <= most)
     # Decode of more heads than its tile has rows is no different from a longer query.
     small = decode and group <= decode_tile[0]

@@ -60,7 +60,8 @@ class OfflineCase:
     """A call of a launcher that compiles one or more kernels.
 
     `dtype` is a key of CASE_DTYPES: the cache's, or the data's where there is no cache.
-    `extra` cases are more sizes and options of a kernel that other cases compile already.
+    `extra` cases are more sizes and options of a kernel that other cases compile already; `large`
+    ones of these need the most shared memory.
     `tokens_argument` names the constexpr that says how many KV tokens one turn of the main loop
     handles.
     """
@@ -71,6 +72,7 @@ class OfflineCase:
     config: str = ""
     tokens_argument: str | None = None
     extra: bool = False
+    large: bool = False
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,24 @@ def covering(cases: list[OfflineCase]) -> Iterator[tuple[OfflineCase, int]]:
     for group in groups.values():
         for index in range(max(len(group), len(INTEGER_VALUES))):
             yield group[index % len(group)], INTEGER_VALUES[index % len(INTEGER_VALUES)]
+
+
+def spread(cases: list[OfflineCase], target: Target) -> list[OfflineCase]:
+    """`target`'s share of the cases, so that all occur on one of the CUDA targets.
+
+    The large ones go where there is the least shared memory. Other backends take a ninth of all.
+    """
+    if target.backend != "cuda":
+        return cases[::9]
+    every = [other for other in TARGETS.values() if other.backend == "cuda"]
+    least = min(other.shared_memory for other in every)
+    tight = [other for other in every if other.shared_memory == least]
+    share = []
+    for sharing, large in ((every, False), (tight, True)):
+        if target in sharing:
+            among = [case for case in cases if case.large == large]
+            share += among[sharing.index(target) :: len(sharing)]
+    return share
 
 
 def compile_case(case: OfflineCase, target: Target, integer: int | None = None) -> list[Report]:
@@ -311,7 +331,9 @@ def main() -> None:
         "case with one of them, each kernel and dtype with all; without it, as launched",
     )
     parser.add_argument("--extra", action="store_true", help="the further sizes and options")
-    parser.add_argument("--part", default="0/1", help="0/6 to 5/6: a sixth of the compilations")
+    parser.add_argument(
+        "--spread", action="store_true", help="each case on one CUDA target, not on all"
+    )
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     rows = []
@@ -324,13 +346,13 @@ def main() -> None:
             if target.supports(CASE_DTYPES[case.dtype])
         ]
         cases = [case for case in cases if case.extra == options.extra]
+        cases = spread(cases, target) if options.spread else cases
         if options.integers == "covering":
             chosen = list(covering(cases))
         else:
             integers = [int(value) for value in options.integers.split(",") if value] or [None]
             chosen = list(itertools.product(cases, integers))
-        part, parts = map(int, options.part.split("/"))
-        for case, integer in chosen[part::parts]:
+        for case, integer in chosen:
             rows += [asdict(report) for report in compile_case(case, target, integer)]
     if options.json:
         print(json.dumps(rows))

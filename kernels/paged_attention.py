@@ -541,7 +541,7 @@ def offline_cases() -> Iterator[OfflineCase]:
         "sinks": torch.zeros(32),
         "return_lse": True,
     }
-    for head_size in (64, 80, 128, 192, 256, 576):
+    for head_size in (64, 80, 96, 128, 192, 256, 576):
         for name in ("bf16", "fp32", "fp8e5m2"):
             for config, query_len in (("decode", 1), ("prefill", 64)):
                 yield OfflineCase(
@@ -553,6 +553,7 @@ def offline_cases() -> Iterator[OfflineCase]:
                     f"{config}-d{head_size}",
                     tokens_argument="TILE_N",
                     extra=True,
+                    large=head_size >= 256 and name != "fp8e5m2",
                 )
 
 

@@ -20,6 +20,7 @@ from kernels.offline import (
     main_loop,
     offline_cases,
     run_in_subprocess,
+    spread,
 )
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -59,11 +60,28 @@ def test_every_kernel_compiles(target: str) -> None:
 
 @pytest.mark.parametrize("target", TARGET_NAMES)
 def test_other_sizes_with_every_option_compile(target: str) -> None:
-    """A ninth of the further cases on each target; all: python -m kernels.offline --extra."""
-    part = f"{TARGET_NAMES.index(target)}/9"
-    reports = run_in_subprocess("--target", target, "--extra", "--part", part)
-    assert len(reports) == 4
+    """Its share of the further cases on each; all: python -m kernels.offline --extra."""
+    reports = run_in_subprocess("--target", target, "--extra", "--spread")
+    share = spread([case for case in offline_cases() if case.extra], TARGETS[target])
+    assert [(r.config, r.dtype) for r in reports] == [(case.config, case.dtype) for case in share]
     assert_fits(reports)
+
+
+def test_every_further_case_compiles_for_a_gpu() -> None:
+    """Twelve of them were compiled for none; the largest belong where memory is shortest."""
+    cases = [case for case in offline_cases() if case.extra]
+    shares = {
+        name: [(case.config, case.dtype) for case in spread(cases, target)]
+        for name, target in TARGETS.items()
+        if target.backend == "cuda"
+    }
+    wanted = [(case.config, case.dtype) for case in cases]
+    assert sorted(case for share in shares.values() for case in share) == sorted(wanted)
+    tight = shares["sm_86"] + shares["sm_120"]
+    for head_size in (256, 576):
+        for config in ("decode", "prefill"):
+            for dtype in ("bf16", "fp32"):
+                assert (f"{config}-d{head_size}", dtype) in tight
 
 
 def test_decode_budget() -> None:
