@@ -353,6 +353,13 @@ _UNALIGNED_TILES: dict[tuple[str, str], list[tuple[int, Tile, Tile]]] = {
         (256, (16, 16, 8, 1), (16, 16, 8, 1)),
         (576, (8, 16, 8, 1), (8, 16, 8, 1)),
     ],
+    ("sm_120", "32-bit"): [
+        (64, (16, 16, 8, 1), (8, 16, 8, 1)),
+        (96, (16, 16, 4, 1), (8, 16, 8, 1)),
+        (128, (16, 16, 4, 1), (16, 16, 4, 1)),
+        (256, (16, 16, 8, 1), (16, 16, 8, 1)),
+        (576, (8, 16, 8, 1), (8, 16, 16, 1)),
+    ],
     ("hip", "16-bit"): [
         (128, (16, 16, 4, 1), (16, 16, 8, 1)),
         (256, (16, 16, 8, 1), (16, 16, 8, 1)),
@@ -390,7 +397,10 @@ def attention_tiles(
     else:
         rows = _ATTENTION_TILES.get((target.name, kind), _ATTENTION_TILES[target.backend, kind])
         if not aligned:
-            rows = _UNALIGNED_TILES[target.backend, "32-bit" if query_bytes == 4 else "16-bit"]
+            width = "32-bit" if query_bytes == 4 else "16-bit"
+            rows = _UNALIGNED_TILES.get(
+                (target.name, width), _UNALIGNED_TILES[target.backend, width]
+            )
     decode_tile, prefill_tile = next(tiles for most, *tiles in rows if head_size <= most)
     # Decode of more heads than its tile has rows is no different from a longer query.
     small = decode and group <= decode_tile[0]
