@@ -851,7 +851,7 @@ PATCH_MUTATIONS = {
 
 
 def check_all_matches(match_module: ModuleType) -> None:
-    check_match(match_module, make_setting(2, 15, capacity=4))
+    check_match(match_module, make_setting(2, 15, capacity=3))
     long = make_setting(16, 140)
     check_match(match_module, long)
     # A hole in the first tile of an otherwise cached chain.
