@@ -383,11 +383,10 @@ class BlockSpaceManager:
 
     def get_common_computed_block_ids(self, seqs: ListOf[Sequence]) -> list[int]:
         """The longest run of computed GPU blocks that all sequences start with."""
-        if not all(self._on_gpu(seq) for seq in seqs if self._row(seq) is not None):
+        rows = self.rows_of(seqs)
+        if np.count_nonzero(self.tables.devices[rows] != Device.GPU):
             return []
-        return self._gpu.get_common_computed_block_ids(
-            [self.tables.block_ids(self._row(seq)) for seq in seqs]
-        )
+        return self._gpu.get_common_computed_block_ids([self.tables.block_ids(row) for row in rows])
 
     def access_all_blocks_in_seq(self, seq: Sequence, now: float) -> None:
         """Set last_accessed of a sequence's blocks. The unit of time is the caller's."""

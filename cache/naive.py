@@ -220,11 +220,16 @@ class NaiveBlockAllocator(BlockAllocator):
         self._check_device(device)
         tokens = self._full_block_tokens(token_ids)
         self.check_previous(prev_block, must_be_full=True)
+        block_id = self._take_full(prev_block, tokens)
+        return self.block_type(self, block_id[0], prev_block, extra_key)
+
+    def _take_full(self, prev_block: Block | None, tokens: np.ndarray) -> np.ndarray:
+        """Take a block and fill it, int32 [1]. Raises NoFreeBlocksError with nothing changed."""
         block_id = self.take_new(1)
         self._link_to(prev_block, block_id)
         self.pool.token_ids[block_id] = tokens
         self.pool.num_tokens[block_id] = self.block_size
-        return self.block_type(self, block_id[0], prev_block, extra_key)
+        return block_id
 
     def free(self, block: Block) -> None:
         if block._read_only:

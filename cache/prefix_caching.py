@@ -93,11 +93,8 @@ class PrefixCachingBlockAllocator(NaiveBlockAllocator):
             self.stats.hits += 1
             self._reference_cached(found)
             return self.block_type(self, found[0], prev_block, extra_key)
-        block_id = self.take_new(1)
+        block_id = self._take_full(prev_block, tokens)
         self.stats.lookups += 1
-        self._link_to(prev_block, block_id)
-        self.pool.token_ids[block_id] = tokens
-        self.pool.num_tokens[block_id] = self.block_size
         self.pool.in_prefill[block_id] = True
         self._register(block_id, hashes, parent, found)
         return self.block_type(self, block_id[0], prev_block, extra_key)
