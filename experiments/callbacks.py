@@ -14,7 +14,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 from tqdm import tqdm
 
-from .config import InputError
+from .ranges import InputError
 from .results import ResultsFolder, plain_config, provenance
 
 log = logging.getLogger(__name__)

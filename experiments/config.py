@@ -5,10 +5,9 @@ type is refused while composing, with the key's name. Ranges are declared beside
 checked by `to_serve_config`. Numbers that describe a model or a GPU live in YAML only.
 """
 
-import math
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, fields, is_dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -18,16 +17,10 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 
 from cache.evictor import POLICIES
 
-AUTO = "auto"
+from .gpu import GpuConfig
+from .ranges import AUTO, COUNT, POSITIVE, ConfigError, Range, check_ranges, ranged
+
 UNBOUNDED = "unbounded"
-
-
-class InputError(ValueError):
-    """What the user gave is at fault, and the message says all that is needed to mend it."""
-
-
-class ConfigError(InputError):
-    """A configured value is out of range; the message names the key, the value and the range."""
 
 
 class Preemption(StrEnum):
@@ -53,41 +46,6 @@ class HashAlgorithm(StrEnum):
 
     mix64 = "mix64"
     sha256 = "sha256"
-
-
-@dataclass(frozen=True)
-class Range:
-    """Numbers from `low` to `high`, each end included unless open, and some words."""
-
-    low: float
-    high: float = math.inf
-    low_open: bool = False
-    high_open: bool = False
-    words: tuple[str, ...] = ()
-
-    def __contains__(self, value: Any) -> bool:
-        if value in self.words:
-            return True
-        if isinstance(value, bool) or not isinstance(value, int | float) or math.isinf(value):
-            return False
-        above = self.low < value if self.low_open else self.low <= value
-        return above and (value < self.high if self.high_open else value <= self.high)
-
-    def __str__(self) -> str:
-        text = f"a number {'>' if self.low_open else '>='} {self.low:g}"
-        if not math.isinf(self.high):
-            text += f" and {'<' if self.high_open else '<='} {self.high:g}"
-        return "".join([text, *(f" or {word!r}" for word in self.words)])
-
-
-def ranged(range_: Range, default: Any = MISSING) -> Any:
-    """A dataclass field whose value, unless it is None, must lie in `range_`."""
-    return field(default=default, metadata={"range": range_})
-
-
-POSITIVE = Range(0, low_open=True)
-COUNT = Range(1)
-EFFICIENCY = Range(0, 1, low_open=True)
 
 
 @dataclass
@@ -136,26 +94,6 @@ class ModelConfig:
     qk_norm: bool = False
     bytes_per_weight: float = ranged(POSITIVE, 2.0)
     bytes_per_kv_element: float = ranged(POSITIVE, 2.0)
-
-
-@dataclass
-class GpuConfig:
-    """One GPU's datasheet figures, and the modelling assumptions of the roofline clock."""
-
-    name: str = MISSING
-    flops_per_s: float = ranged(POSITIVE)  # dense bf16
-    memory_bytes: float = ranged(POSITIVE)
-    memory_bytes_per_s: float = ranged(POSITIVE)
-    pcie_bytes_per_s: float = ranged(POSITIVE)  # one direction
-    link_bytes_per_s: float = ranged(POSITIVE)  # GPU to GPU, one direction
-    tensor_parallel: int | str = ranged(Range(1, words=(AUTO,)), AUTO)
-    compute_efficiency: float = ranged(EFFICIENCY, 0.6)
-    memory_efficiency: float = ranged(EFFICIENCY, 0.8)
-    transfer_efficiency: float = ranged(EFFICIENCY, 0.8)
-    step_overhead_s: float = ranged(Range(0), 0.002)
-    memory_utilization: float = ranged(EFFICIENCY, 0.9)
-    reserved_bytes: float = ranged(Range(0), 1.5e9)  # activations and graphs, each GPU
-    host_swap_bytes: float = ranged(Range(0), 4e9)  # host memory for swapped KV, each GPU
 
 
 @dataclass
@@ -310,14 +248,6 @@ def to_object(composed: DictConfig) -> Any:
     return OmegaConf.to_object(composed)
 
 
-def check_ranges(config: Any) -> None:
-    """Check every declared range. Raises ConfigError."""
-    for key, value, range_ in _ranged_values("", config):
-        for item in value if isinstance(value, list) else [value]:
-            if item not in range_:
-                raise ConfigError(f"{key}={item!r}: expected {range_}")
-
-
 def check_heads(model: ModelConfig) -> None:
     """Check that KV heads divide the heads. Raises ConfigError."""
     if model.num_heads % model.num_kv_heads:
@@ -346,16 +276,6 @@ def validate(config: ServeConfig) -> None:
         )
     if isinstance(config.workload, IndependentConfig) and not config.workload.sample_counts:
         raise ConfigError("workload.sample_counts=[]: expected at least one number")
-
-
-def _ranged_values(prefix: str, node: Any) -> Iterator[tuple[str, Any, Range]]:
-    """Every set field under `node` that declares a range: its dotted key, value and range."""
-    for spec in fields(node):
-        value = getattr(node, spec.name)
-        if is_dataclass(value):
-            yield from _ranged_values(f"{prefix}{spec.name}.", value)
-        elif "range" in spec.metadata and value is not None:
-            yield f"{prefix}{spec.name}", value, spec.metadata["range"]
 
 
 def refuse_padded_numbers(overrides: Iterable[str]) -> None:

@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from .config import InputError
+from .ranges import InputError
 
 
 @dataclass(frozen=True)

@@ -27,12 +27,13 @@ from cache.sequence import Sequence, SequenceGroup, SequenceStatus
 from kernels.kv_cache import KVCache
 
 from .attention import OPS
-from .config import InputError, Preemption
+from .config import Preemption
 from .decoding import SamplingParams, start_decoding
 from .engine_options import EngineOptions, EngineStats
 from .jobs import Job, RequestOutput
 from .model_runner import ModelRunner, Span
 from .models import LoadedModel
+from .ranges import InputError
 
 
 class Engine:

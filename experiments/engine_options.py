@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from .attention import OPS
-from .config import InputError, Preemption
+from .config import Preemption
+from .ranges import InputError
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,9 @@ import numpy as np
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from .config import AUTO, InputError, Preemption, refuse_padded_numbers
+from .config import AUTO, Preemption, refuse_padded_numbers
 from .generate_config import DeviceName, GenerateConfig, register, to_generate_config
+from .ranges import InputError
 from .results import Measurement, run_point
 
 if TYPE_CHECKING:

@@ -6,17 +6,8 @@ from enum import StrEnum
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig
 
-from .config import (
-    COUNT,
-    CacheConfig,
-    ConfigError,
-    EvictorConfig,
-    Preemption,
-    Range,
-    check_ranges,
-    ranged,
-    to_object,
-)
+from .config import CacheConfig, EvictorConfig, Preemption, to_object
+from .ranges import COUNT, ConfigError, Range, check_ranges, ranged
 
 
 class Kernels(StrEnum):

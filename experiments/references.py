@@ -12,7 +12,7 @@ import numpy as np
 
 from cache.content_hash import ContentHasher
 
-from .config import ConfigError, InputError
+from .ranges import ConfigError, InputError
 from .requests import GOLDEN_GAMMA, MIX_1, Request, Workload, mix
 from .traces import MOONCAKE_TOKENS_PER_ID, MooncakeTrace
 

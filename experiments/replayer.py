@@ -18,15 +18,7 @@ from cache.content_hash import ContentHasher
 from cache.evictor import Future, make_evictor, make_policy
 
 from .cache_models import KeyPool, Outcome, TokenPool, replay_blocks, replay_flat
-from .config import (
-    AUTO,
-    UNBOUNDED,
-    CacheConfig,
-    CacheModel,
-    EvictorName,
-    ReplayConfig,
-    ServeConfig,
-)
+from .config import AUTO, UNBOUNDED, CacheConfig, CacheModel, EvictorName, ReplayConfig, ServeConfig
 from .references import References, block_hashes, make_references
 from .roofline import Roofline, kv_bytes_per_token, pool_size
 from .workloads import make_workload

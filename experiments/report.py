@@ -15,8 +15,8 @@ from pathlib import Path
 import pandas as pd
 from matplotlib.figure import Figure
 
-from .config import InputError
 from .plots import CAPACITY_KEYS, capacity_figure, metric_figure, occupancy_figure
+from .ranges import InputError
 from .results import ResultsFolder, Row, write_whole
 
 NUM_BEST_ROWS = 5

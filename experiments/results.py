@@ -20,14 +20,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
 
-from .config import InputError
+from .ranges import InputError
+
+# Rows are also written where Hydra is not installed, so only what runs in its jobs imports it.
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 MANIFEST = "sweep.json"
 ROW_KEYS = {"config_hash", "swept", "status"}
@@ -46,12 +47,22 @@ class ForeignFolderError(InputError):
     """The folder holds something other than results of this sweep."""
 
 
+class AbsentError(InputError):
+    """What was to be measured is not here; its row says so, and the sweep has not failed."""
+
+
 @dataclass(frozen=True)
 class Measurement:
-    """What a point yields: numbers with units in their names, and time series of equal length."""
+    """What a point yields: numbers with units in their names, and time series of equal length.
+
+    `suspect` says why the numbers can't be right, and is empty where nothing speaks against them.
+    `notes` are words that belong to the numbers, such as the device's name.
+    """
 
     metrics: dict[str, float | int]
     occupancy: dict[str, np.ndarray] = field(default_factory=dict)
+    suspect: str = ""
+    notes: dict[str, str] = field(default_factory=dict)
 
 
 @functools.cache
@@ -94,8 +105,10 @@ def _commit() -> str:
         return "unknown"
 
 
-def plain_config(config: DictConfig) -> dict[str, Any]:
+def plain_config(config: "DictConfig") -> dict[str, Any]:
     """The configuration of a point as JSON-ready values, interpolations resolved."""
+    from omegaconf import OmegaConf
+
     kept = OmegaConf.masked_copy(config, [key for key in config if key not in NOT_IDENTITY])
     return OmegaConf.to_container(kept, resolve=True, enum_to_str=True)
 
@@ -123,13 +136,15 @@ class ResultsFolder:
         self.root = root
 
     @classmethod
-    def of(cls, hydra: DictConfig) -> "ResultsFolder":
+    def of(cls, hydra: "DictConfig") -> "ResultsFolder":
         """The folder that a job or a sweep with Hydra's own configuration `hydra` writes to."""
+        from hydra.types import RunMode
+
         chosen = hydra.sweep.dir if hydra.mode is RunMode.MULTIRUN else hydra.run.dir
         return cls(Path(hydra.runtime.cwd) / chosen)
 
     def claim(self, manifest: dict[str, Any]) -> None:
-        """Start the sweep that `manifest` describes here, or go on with it; drop failed rows.
+        """Start the sweep that `manifest` describes here, or go on with it; drop unfinished rows.
 
         Raises ForeignFolderError, changing nothing, where the folder holds anything else.
         """
@@ -146,7 +161,7 @@ class ResultsFolder:
         else:
             write_whole(path, _to_json(manifest))
         for row in self.rows():
-            if row["status"] == "failed":
+            if row["status"] != "ok":
                 self._row_path(row["config_hash"]).unlink()
 
     def manifest(self) -> dict[str, Any]:
@@ -186,41 +201,78 @@ def _read(path: Path, keys: set[str]) -> dict[str, Any]:
 
 
 def run_point(
-    composed: DictConfig,
-    measure: Callable[[DictConfig], Measurement],
+    composed: "DictConfig",
+    measure: Callable[["DictConfig"], Measurement],
     input_path: str | None = None,
+    device: str = "",
 ) -> float | None:
     """Measure the point that this Hydra job is, and write its row; a finished one is left alone.
 
     An error becomes a failed row, and is logged here and now; the sweep's end turns it into the
-    exit status. `input_path` names a file that the result depends on beside the configuration.
+    exit status. Beside the configuration the result may depend on a file, `input_path`, and on the
+    `device` of that name.
 
     Returns the metric by which rows are ranked, for sweepers that search for the best of it, or
     None where there is none.
     """
+    from hydra.core.hydra_config import HydraConfig
+    from omegaconf import OmegaConf
+
     hydra = HydraConfig.get()
     rank_by = OmegaConf.select(hydra, "callbacks.results.rank_by")
     folder = ResultsFolder.of(hydra)
-    config = plain_config(composed)
-    row = {
-        "config_hash": config_hash(config),
-        "swept": {k: _swept_value(k, composed, hydra) for k in folder.manifest()["swept_keys"]},
-        "seed": config["seed"],
-        "input_sha256": _digest(input_path),
-        "provenance": provenance(),
-        "config": config,
-    }
+    swept_keys = folder.manifest()["swept_keys"]
+    row = start_row(
+        plain_config(composed),
+        {key: _swept_value(key, composed, hydra) for key in swept_keys},
+        _digest(input_path),
+        device,
+    )
     known = folder.row(row["config_hash"])
-    if known and known["status"] == "ok" and known["input_sha256"] == row["input_sha256"]:
+    if known and known["status"] == "ok" and _same_inputs(known, row):
         log.info("already finished: row %s is kept", row["config_hash"])
         return known["metrics"].get(rank_by)
     if composed.fail_fast and any(other["status"] == "failed" for other in folder.rows()):
         log.warning("not run: an earlier point failed, and fail_fast=true")
         return None
+    finish_row(row, lambda: measure(composed))
+    folder.write_row(row)
+    return row["metrics"].get(rank_by)
+
+
+def _same_inputs(known: Row, row: Row) -> bool:
+    return all(known.get(key) == row[key] for key in ("input_sha256", "device"))
+
+
+def start_row(
+    config: dict[str, Any], swept: dict[str, Any], input_sha256: str | None, device: str
+) -> Row:
+    """What is known of a point before it is measured."""
+    return {
+        "config_hash": config_hash(config),
+        "swept": swept,
+        "seed": config["seed"],
+        "input_sha256": input_sha256,
+        "device": device,
+        "provenance": provenance(),
+        "config": config,
+    }
+
+
+def finish_row(row: Row, measure: Callable[[], Measurement]) -> None:
+    """Measure, and add to `row` what came out, an error too, which is logged here.
+
+    Status: ok; failed; absent, where there is nothing to measure; suspect, where the numbers can't
+    be right.
+    """
     start = time.perf_counter()
     try:
-        measured = measure(composed)
-        row |= {"status": "ok", "message": ""}
+        measured = measure()
+        status = "suspect" if measured.suspect else "ok"
+        row |= {"status": status, "message": measured.suspect}
+    except AbsentError as error:
+        measured = Measurement({})
+        row |= {"status": "absent", "message": str(error)}
     except Exception as error:
         measured = Measurement({})
         row |= {"status": "failed", "message": f"{type(error).__name__}: {error}"}
@@ -231,14 +283,15 @@ def run_point(
     row |= {
         "wall_s": round(time.perf_counter() - start, 3),
         "metrics": measured.metrics,
+        "notes": measured.notes,
         "occupancy": measured.occupancy,
     }
-    folder.write_row(row)
-    return measured.metrics.get(rank_by)
 
 
-def _swept_value(key: str, composed: DictConfig, hydra: DictConfig) -> Any:
+def _swept_value(key: str, composed: "DictConfig", hydra: "DictConfig") -> Any:
     """The value of a swept key in this job: the chosen file of a config group, or the value."""
+    from omegaconf import OmegaConf
+
     if key in hydra.runtime.choices:
         return hydra.runtime.choices[key]
     value = OmegaConf.select(composed, key)

@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .config import AUTO, ConfigError, GpuConfig, ModelConfig, ServeConfig
+from .config import AUTO, GpuConfig, ModelConfig, ServeConfig
+from .ranges import ConfigError
 
 MIN_KV_SHARE = 0.1
 """With tensor_parallel=auto, the least share of usable memory that weights must leave for KV."""

@@ -26,8 +26,9 @@ from cache.evictor import EvictorChoice, Future, make_evictor
 from cache.interfaces import AllocStatus
 from cache.sequence import Sequence, SequenceGroup, SequenceStatus
 
-from .config import InputError, Preemption, ServeConfig
+from .config import Preemption, ServeConfig
 from .metrics import MetricsRecorder, RequestRecord, SimulationResult
+from .ranges import InputError
 from .references import block_hashes
 from .requests import Request, Workload
 from .roofline import Roofline, pool_size, tensor_parallel

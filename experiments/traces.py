@@ -10,7 +10,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from .config import InputError, TraceConfig
+from .config import TraceConfig
+from .ranges import InputError
 from .requests import Request, Segment, Workload
 
 MOONCAKE_TOKENS_PER_ID = 512

@@ -14,7 +14,6 @@ from omegaconf import OmegaConf
 from experiments import config as config_module
 from experiments.config import (
     ChatConfig,
-    ConfigError,
     IndependentConfig,
     Preemption,
     ReplayConfig,
@@ -24,6 +23,7 @@ from experiments.config import (
     to_replay_config,
     to_serve_config,
 )
+from experiments.ranges import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "configs"

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from cache.evictor import POLICIES
-from experiments.config import InputError, Preemption
+from experiments.config import Preemption
 from experiments.decoding import SamplingParams
 from experiments.models import LoadedModel, generate_with_transformers, load_model
+from experiments.ranges import InputError
 from kernels import copy_blocks
 from kernels.kv_cache import KVCache
 from tests.engine_tools import (

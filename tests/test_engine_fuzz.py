@@ -9,9 +9,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from experiments.config import InputError, Preemption
+from experiments.config import Preemption
 from experiments.decoding import SamplingParams
 from experiments.engine import Engine
+from experiments.ranges import InputError
 from tests.engine_tools import (
     FAMILIES,
     Tokens,

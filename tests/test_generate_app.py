@@ -15,7 +15,7 @@ import torch
 from hydra import compose, initialize_config_dir
 
 from experiments import generate
-from experiments.config import ConfigError, InputError, refuse_padded_numbers
+from experiments.config import refuse_padded_numbers
 from experiments.generate_config import (
     GenerateConfig,
     SharedDocumentConfig,
@@ -23,6 +23,7 @@ from experiments.generate_config import (
 )
 from experiments.models import LoadedModel
 from experiments.prompts import make_prompts
+from experiments.ranges import ConfigError, InputError
 from tests.engine_tools import tiny
 
 torch.set_num_threads(1)

@@ -18,19 +18,18 @@ from experiments.config import (
     AzureConfig,
     CacheModel,
     ChatConfig,
-    ConfigError,
     EvictorConfig,
     EvictorName,
     FewShotConfig,
     GpuConfig,
     IndependentConfig,
-    InputError,
     ModelConfig,
     MooncakeConfig,
     ReplayCacheConfig,
     ReplayConfig,
     WorkloadConfig,
 )
+from experiments.ranges import ConfigError, InputError
 from experiments.references import References, block_hashes, make_references
 from experiments.replayer import Replay
 from experiments.roofline import Roofline

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from experiments import report
-from experiments.config import InputError
 from experiments.plots import MAX_OCCUPANCY_PANELS, metric_figure, occupancy_figure
+from experiments.ranges import InputError
 from experiments.report import best_rows, results_table, write_report
 from experiments.results import ResultsFolder, Row
 

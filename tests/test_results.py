@@ -10,7 +10,8 @@ from omegaconf import OmegaConf
 
 from experiments import results
 from experiments.callbacks import Results
-from experiments.config import InputError, ServeConfig
+from experiments.config import ServeConfig
+from experiments.ranges import InputError
 from experiments.results import (
     ForeignFolderError,
     ResultsFolder,

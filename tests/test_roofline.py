@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from hydra import compose, initialize_config_dir
 
-from experiments.config import ConfigError, ServeConfig, register, to_serve_config
+from experiments.config import ServeConfig, register, to_serve_config
+from experiments.ranges import ConfigError
 from experiments.roofline import (
     Roofline,
     kv_bytes_per_token,
