@@ -1,0 +1,259 @@
+"""What may be configured for `bench`: a dataclass an operation, its sizes and their ranges.
+
+The defaults are the fixed set that a new GPU is measured with; `configs/operation/` names them for
+Hydra, which nothing here needs.
+"""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from kernels.launch import TARGETS
+
+from ..gpu import GpuConfig
+from ..ranges import COUNT, MISSING, POSITIVE, ConfigError, Range, check_ranges, ranged
+
+
+class Dtype(StrEnum):
+    """Of queries, keys and values."""
+
+    bf16 = "bf16"
+    fp16 = "fp16"
+    fp32 = "fp32"
+
+
+class CacheDtype(StrEnum):
+    """Of the KV cache; auto: that of the queries."""
+
+    auto = "auto"
+    fp8e4m3 = "fp8e4m3"
+    fp8e5m2 = "fp8e5m2"
+
+
+class DeviceName(StrEnum):
+    """Where a point is measured.
+
+    auto: on the GPU if there is one, else offline. rehearsal: all that happens on a GPU, in Triton's
+    interpreter, at sizes that it can bear; its times mean nothing. offline: compiled and metered,
+    and predicted for `gpu`; nothing is timed.
+    """
+
+    auto = "auto"
+    cuda = "cuda"
+    rehearsal = "rehearsal"
+    offline = "offline"
+
+
+@dataclass
+class OperationConfig:
+    """What every operation has; `name` labels it in results."""
+
+    name: str = MISSING
+
+
+@dataclass
+class HeadsConfig(OperationConfig):
+    """The shape of one layer's KV blocks."""
+
+    num_kv_heads: int = ranged(COUNT, 8)
+    head_size: int = ranged(COUNT, 128)
+    block_size: int = ranged(COUNT, 16)
+    dtype: Dtype = Dtype.bf16
+
+
+@dataclass
+class TileConfig:
+    """A tile of paged attention to take in place of the one in `kernels/launch.py`.
+
+    m rows of query tokens x heads, n keys. All four, or none.
+    """
+
+    m: int | None = ranged(COUNT, None)
+    n: int | None = ranged(COUNT, None)
+    num_warps: int | None = ranged(COUNT, None)
+    num_stages: int | None = ranged(COUNT, None)
+
+
+@dataclass
+class AttentionConfig(HeadsConfig):
+    """Attention of each sequence's newest tokens, over a paged cache with scattered blocks."""
+
+    batch_size: int = ranged(COUNT, 64)  # sequences
+    num_heads: int = ranged(COUNT, 32)
+    cache_dtype: CacheDtype = CacheDtype.auto
+    sliding_window: int | None = ranged(COUNT, None)  # tokens
+    num_splits: int | None = ranged(COUNT, None)  # of the keys; None: as launched
+    tile: TileConfig = field(default_factory=TileConfig)
+
+
+@dataclass
+class DecodeConfig(AttentionConfig):
+    """One new token a sequence; `context_len` tokens are attended, the new one included."""
+
+    name: str = "decode"
+    context_len: int = ranged(COUNT, 4096)
+
+
+@dataclass
+class PrefillConfig(AttentionConfig):
+    """A prompt a sequence, whose first `cached_len` tokens have their KV already."""
+
+    name: str = "prefill"
+    batch_size: int = ranged(COUNT, 2)
+    prompt_len: int = ranged(COUNT, 8192)
+    cached_len: int = ranged(Range(0), 0)
+
+
+@dataclass
+class MergeConfig(OperationConfig):
+    """Merging partial attention results."""
+
+    name: str = "merge_states"
+    num_states: int = ranged(COUNT, 8)
+    num_tokens: int = ranged(COUNT, 2048)
+    num_heads: int = ranged(COUNT, 32)
+    head_size: int = ranged(COUNT, 128)
+    dtype: Dtype = Dtype.bf16
+
+
+@dataclass
+class WriteConfig(HeadsConfig):
+    """Writing new keys and values to scattered slots."""
+
+    name: str = "write_kv"
+    num_tokens: int = ranged(COUNT, 32768)
+    cache_dtype: CacheDtype = CacheDtype.auto
+
+
+@dataclass
+class CopyConfig(HeadsConfig):
+    """Block copy-on-write in all layers: `fanout` copies of each of `num_sources` blocks."""
+
+    name: str = "copy_blocks"
+    num_layers: int = ranged(COUNT, 32)
+    num_sources: int = ranged(COUNT, 64)
+    fanout: int = ranged(COUNT, 4)
+
+
+@dataclass
+class GatherConfig(HeadsConfig):
+    """Gathering scattered blocks of all layers into contiguous memory."""
+
+    name: str = "gather_blocks"
+    num_layers: int = ranged(COUNT, 32)
+    num_blocks: int = ranged(COUNT, 256)
+
+
+class Direction(StrEnum):
+    """Of a swap."""
+
+    out = "out"
+    back = "in"
+
+
+@dataclass
+class SwapConfig(HeadsConfig):
+    """Swapping scattered blocks of all layers to or from pinned host memory."""
+
+    name: str = "swap"
+    num_layers: int = ranged(COUNT, 32)
+    num_blocks: int = ranged(COUNT, 64)
+    direction: Direction = Direction.out
+
+
+@dataclass
+class HashConfig(OperationConfig):
+    """Hashing every full block of a batch of prompts."""
+
+    name: str = "hash_blocks"
+    num_prompts: int = ranged(COUNT, 256)
+    prompt_len: int = ranged(COUNT, 4096)
+    block_size: int = ranged(COUNT, 16)
+
+
+@dataclass
+class MatchConfig(HashConfig):
+    """Looking up the cached prefix of a batch of prompts: hash, probe, compare, cut.
+
+    Each prompt's first `cached_len` tokens are cached, in blocks of its own.
+    """
+
+    name: str = "match_prefix"
+    cached_len: int = ranged(Range(0), 3072)
+
+
+@dataclass
+class MatchGatherConfig(HeadsConfig):
+    """Looking up cached prefixes and gathering their KV, without asking the host between."""
+
+    name: str = "prefix_hash_gather"
+    num_prompts: int = ranged(COUNT, 16)
+    prompt_len: int = ranged(COUNT, 1024)
+    cached_len: int = ranged(Range(0), 768)
+    num_layers: int = ranged(COUNT, 4)
+
+
+@dataclass
+class TimingConfig:
+    """How long and how often a call is timed."""
+
+    warmup_s: float = ranged(Range(0), 0.1)  # at least one call
+    budget_s: float = ranged(POSITIVE, 0.25)  # of device time, for all samples together
+    min_samples: int = ranged(Range(3), 20)
+    max_samples: int = ranged(Range(3), 500)
+    cold_l2: bool = True  # the L2 cache is filled with other data before each sample
+
+
+@dataclass
+class BenchConfig:
+    """Everything that determines one measured point."""
+
+    operation: OperationConfig = field(default_factory=OperationConfig)
+    implementation: str = "prefixlab"  # a file of `experiments/bench/implementations`
+    device: DeviceName = DeviceName.auto
+    timing: TimingConfig = field(default_factory=TimingConfig)
+    gpu: GpuConfig = field(default_factory=GpuConfig)  # whose data sheet predictions are made from
+    seed: int = ranged(Range(0, 2**63 - 1), 0)
+    fail_fast: bool = False  # after a failed point, leave the rest of the sweep unrun
+
+
+def check(config: BenchConfig) -> None:
+    """Check every range, and the rules that join two keys.
+
+    Raises ConfigError, naming key, value and what was expected.
+    """
+    check_ranges(config)
+    timing, operation = config.timing, config.operation
+    if timing.max_samples < timing.min_samples:
+        raise ConfigError(
+            f"timing.max_samples={timing.max_samples}: expected at least "
+            f"timing.min_samples={timing.min_samples}"
+        )
+    if isinstance(operation, AttentionConfig):
+        _check_attention(operation)
+    for longer, shorter in (("prompt_len", "cached_len"),):
+        if getattr(operation, shorter, 0) >= getattr(operation, longer, 1):
+            raise ConfigError(
+                f"operation.{shorter}={getattr(operation, shorter)}: expected less than "
+                f"operation.{longer}={getattr(operation, longer)}"
+            )
+    target = config.gpu.target
+    if target not in TARGETS:
+        raise ConfigError(f"gpu.target={target!r}: expected one of {', '.join(TARGETS)}")
+
+
+def _check_attention(operation: AttentionConfig) -> None:
+    if operation.num_heads % operation.num_kv_heads:
+        raise ConfigError(
+            f"operation.num_heads={operation.num_heads}: expected a multiple of "
+            f"operation.num_kv_heads={operation.num_kv_heads}"
+        )
+    tile = operation.tile
+    sizes = {"m": tile.m, "n": tile.n, "num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    given = [value for value in sizes.values() if value is not None]
+    if given and len(given) < len(sizes):
+        absent = next(key for key, value in sizes.items() if value is None)
+        raise ConfigError(f"operation.tile.{absent}=null: expected a number beside the others")
+    for key in ("m", "n", "num_warps"):
+        value = sizes[key]
+        if value is not None and value & (value - 1):
+            raise ConfigError(f"operation.tile.{key}={value}: expected a power of two")
