@@ -7,8 +7,6 @@ Hydra, which nothing here needs.
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from kernels.launch import TARGETS
-
 from ..gpu import GpuConfig
 from ..ranges import COUNT, MISSING, POSITIVE, ConfigError, Range, check_ranges, ranged
 
@@ -32,9 +30,9 @@ class CacheDtype(StrEnum):
 class DeviceName(StrEnum):
     """Where a point is measured.
 
-    auto: on the GPU if there is one, else offline. rehearsal: all that happens on a GPU, in Triton's
-    interpreter, at sizes that it can bear; its times mean nothing. offline: compiled and metered,
-    and predicted for `gpu`; nothing is timed.
+    auto: on the GPU if there is one, else offline. rehearsal: all that happens on a GPU, but in
+    Triton's interpreter and at sizes that it can bear; its times mean nothing. offline: compiled,
+    metered and predicted for `gpu`; nothing is timed.
     """
 
     auto = "auto"
@@ -230,15 +228,13 @@ def check(config: BenchConfig) -> None:
         )
     if isinstance(operation, AttentionConfig):
         _check_attention(operation)
-    for longer, shorter in (("prompt_len", "cached_len"),):
-        if getattr(operation, shorter, 0) >= getattr(operation, longer, 1):
-            raise ConfigError(
-                f"operation.{shorter}={getattr(operation, shorter)}: expected less than "
-                f"operation.{longer}={getattr(operation, longer)}"
-            )
-    target = config.gpu.target
-    if target not in TARGETS:
-        raise ConfigError(f"gpu.target={target!r}: expected one of {', '.join(TARGETS)}")
+    cached_len = getattr(operation, "cached_len", 0)
+    prompt_len = getattr(operation, "prompt_len", cached_len + 1)
+    if cached_len >= prompt_len:
+        raise ConfigError(
+            f"operation.cached_len={cached_len}: expected less than "
+            f"operation.prompt_len={prompt_len}, as one token is always computed"
+        )
 
 
 def _check_attention(operation: AttentionConfig) -> None:
