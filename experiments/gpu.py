@@ -10,7 +10,9 @@ class GpuConfig:
     """One GPU's datasheet figures, and the modelling assumptions of the roofline clock."""
 
     name: str = MISSING
+    target: str = MISSING  # code that it runs: a name in kernels.launch.TARGETS
     flops_per_s: float = ranged(POSITIVE)  # dense bf16
+    fp32_flops_per_s: float = ranged(POSITIVE)  # without tensor or matrix cores
     memory_bytes: float = ranged(POSITIVE)
     memory_bytes_per_s: float = ranged(POSITIVE)
     pcie_bytes_per_s: float = ranged(POSITIVE)  # one direction

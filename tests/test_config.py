@@ -24,6 +24,7 @@ from experiments.config import (
     to_serve_config,
 )
 from experiments.ranges import ConfigError
+from kernels.launch import TARGETS
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "configs"
@@ -36,6 +37,7 @@ OPTIONS = [
     # tests/test_generate.py runs those of `generate`.
     if not path.stem.startswith("generate_")
 ]
+GPUS = [option for group, option in OPTIONS if group == "gpu"]
 
 
 @pytest.fixture(autouse=True)
@@ -65,6 +67,20 @@ def test_every_shipped_config_composes_and_is_valid(group: str, option: str) -> 
         config = composed(f"{group}={option}", *(["workload.path=trace"] if needs_path else []))
     if hasattr(chosen := getattr(config, group, None), "name"):
         assert chosen.name == option
+
+
+def test_every_gpu_runs_a_target_and_every_target_has_a_gpu() -> None:
+    """Kernel times are predicted from data sheets for every target that kernels compile for."""
+    assert {composed(f"gpu={gpu}").gpu.target for gpu in GPUS} == set(TARGETS)
+
+
+@pytest.mark.parametrize("option", GPUS)
+def test_figures_of_a_gpu_agree_with_one_another(option: str) -> None:
+    """Guards against a figure in the wrong unit or under the wrong key."""
+    gpu = composed(f"gpu={option}").gpu
+    assert gpu.fp32_flops_per_s < gpu.flops_per_s
+    assert gpu.pcie_bytes_per_s <= gpu.link_bytes_per_s < gpu.memory_bytes_per_s
+    assert 0.01 < gpu.memory_bytes / gpu.memory_bytes_per_s < 0.1  # seconds to read all of it
 
 
 def test_shipped_configs_use_no_interpolation_that_needs_a_running_job() -> None:

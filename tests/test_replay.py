@@ -41,7 +41,7 @@ needs_mooncake = pytest.mark.skipif(not MOONCAKE.exists(), reason=f"needs {MOONC
 NAMES = sorted(POLICIES)
 every_policy = pytest.mark.parametrize("name", NAMES)
 MODEL = ModelConfig("tiny", 2, 64, 128, 4, 2, 16, 1000)
-GPU = GpuConfig("small", 1e12, 8e9, 1e11, 1e10, 1e10)
+GPU = GpuConfig("small", "sm_80", 1e12, 1e11, 8e9, 1e11, 1e10, 1e10)
 BLOCK = 512
 
 
