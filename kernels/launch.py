@@ -288,7 +288,8 @@ def head_tiles(head_size: int) -> tuple[int, int]:
 
 # (tile_m, tile_n, num_warps, num_stages) of paged attention for heads of up to so many lanes, for
 # decode and for longer queries. Chosen with `python -m kernels.offline --extra`: large tiles that
-# spill nothing on any target of the backend, with every option of the call in use.
+# spill nothing on any target of the backend, with every option of the call in use. Where tiles were
+# timed, `python -m experiments.bench.tiles --write` puts the fastest here.
 Tile = tuple[int, int, int, int]
 _ATTENTION_TILES: dict[tuple[str, str], list[tuple[int, Tile, Tile]]] = {
     ("sm_90", "16-bit"): [
@@ -374,6 +375,31 @@ _UNALIGNED_TILES["sm_120", "32-bit"] = [
 # The interpreter pays for each operation, not for each element.
 _INTERPRETER_TILES: list[tuple[int, Tile, Tile]] = [(576, (16, 64, 1, 1), (64, 64, 1, 1))]
 
+_override: ContextVar[Tile | None] = ContextVar("_override", default=None)
+
+
+@contextmanager
+def override_attention_tile(tile: Tile) -> Iterator[None]:
+    """Within the block paged attention takes `tile`, whatever the tables say.
+
+    Raises ValueError for a number below 1, or for one other than num_stages that is no power of
+    two. What a device can't hold fails at the launch.
+    """
+    for name, value in zip(("tile_m", "tile_n", "num_warps", "num_stages"), tile, strict=True):
+        check_integer(name, value, 1)
+        if name != "num_stages" and value != next_power_of_2(value):
+            raise ValueError(f"{name} is {value}: it must be a power of two")
+    token = _override.set(tile)
+    try:
+        yield
+    finally:
+        _override.reset(token)
+
+
+def tile_kind(cache_bytes: int, query_bytes: int) -> str:
+    """What the tables of tiles call caches and queries of so many bytes an element."""
+    return "32-bit" if query_bytes == 4 else {1: "fp8 cache", 2: "16-bit"}[cache_bytes]
+
 
 def attention_tiles(
     target: Target,
@@ -390,7 +416,7 @@ def attention_tiles(
     `aligned` says whether 16 divides the caches' strides and addresses, `decode` that queries are
     one token.
     """
-    kind = "32-bit" if query_bytes == 4 else {1: "fp8 cache", 2: "16-bit"}[cache_bytes]
+    kind = tile_kind(cache_bytes, query_bytes)
     if target is INTERPRETER:
         rows = _INTERPRETER_TILES
     else:
@@ -403,7 +429,8 @@ def attention_tiles(
     decode_tile, prefill_tile = next(tiles for most, *tiles in rows if head_size <= most)
     # Decode of more heads than its tile has rows is no different from a longer query.
     small = decode and group <= decode_tile[0]
-    tile_m, tile_n, num_warps, num_stages = decode_tile if small else prefill_tile
+    tile = _override.get() or (decode_tile if small else prefill_tile)
+    tile_m, tile_n, num_warps, num_stages = tile
     tile_h = min(group, tile_m)
     tile_d, tile_t = head_tiles(head_size)
     return AttentionTiles(
