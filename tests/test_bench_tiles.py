@@ -158,10 +158,6 @@ def make_row(
     }
 
 
-def default_of(row: Row) -> Tile:
-    return tiles._chosen_now(row)[2]
-
-
 def test_the_fastest_row_that_is_ok_wins() -> None:
     """Each choice by itself; suspect, absent and failed rows count for nothing."""
     rows = [
@@ -178,7 +174,7 @@ def test_the_fastest_row_that_is_ok_wins() -> None:
     ]
     prefill, decode, fp8 = choose_tiles(rows)
     assert (decode.tile, decode.p50_us, decode.default_us, decode.kept) == (FAST, 90.0, 100.0, "")
-    assert decode.default == default_of(rows[0]) == (16, 64, 2, 3)
+    assert decode.default == (16, 64, 2, 3)
     assert decode.gain == pytest.approx(0.1)
     assert prefill.tile == prefill.default == (64, 64, 4, 3)
     assert (prefill.gain, prefill.kept) == (0, "keep: nothing is faster")
@@ -387,7 +383,7 @@ def test_the_present_table_can_be_written(tmp_path: Path) -> None:
     assert first == (16, (256, 256, 16, 7), same[0][2])
     assert rows in (same, same[1:])
     same_but_one = before | {key: [first, *rows]}
-    assert new._ATTENTION_TILES == same_but_one
+    assert same_but_one == new._ATTENTION_TILES
 
 
 def test_comments_inside_the_table_survive(copy: Path) -> None:

@@ -113,40 +113,43 @@ def _timed(row: Row) -> _Timed:
             f"row {row['config_hash']} is {kind}: nothing was timed on a device, so no tile is "
             "known to be faster"
         )
-    tile, conditions = _tile(row), _conditions(row)
     try:
-        choice, group, default = _chosen_now(row)
-        p50_us = row["metrics"]["p50_us"]
+        return _read(row)
     except KeyError as error:
         raise InputError(f"row {row['config_hash']} is not of tile_choice: no {error}") from None
-    return _Timed(choice, tile, group, p50_us, default, conditions)
 
 
-def _chosen_now(row: Row) -> tuple[Choice, int, Tile]:
-    """What the row's tile is a choice for, the query heads a KV head, and the default tile."""
+def _read(row: Row) -> _Timed:
     notes, operation = row["notes"], row["config"]["operation"]
+    tile = _tile(row)
     query_bytes = DTYPES[operation["dtype"]].itemsize
     cache_dtype = operation["cache_dtype"]
     cache_bytes = query_bytes if cache_dtype == "auto" else DTYPES[cache_dtype].itemsize
-    head_size, decode = operation["head_size"], "context_len" in operation
+    choice = Choice(
+        notes["target"],
+        notes["backend"],
+        tile_kind(cache_bytes, query_bytes),
+        operation["head_size"],
+        "context_len" in operation,
+    )
     group = operation["num_heads"] // operation["num_kv_heads"]
-    # Tables are found by the names alone, also for devices that are no offline target.
-    target = Target(notes["target"], notes["backend"], "", 0, 1)
+    default = _default(choice, group, cache_bytes, query_bytes)
+    return _Timed(choice, tile, group, row["metrics"]["p50_us"], default, _conditions(row))
+
+
+def _default(choice: Choice, group: int, cache_bytes: int, query_bytes: int) -> Tile:
+    """The tile that is now taken, for `group` query heads a KV head."""
     tiles = attention_tiles(
-        target,
-        head_size,
+        # Tables are found by the names alone, also for devices that are no offline target.
+        Target(choice.target, choice.backend, "", 0, 1),
+        choice.head_size,
         group,
         cache_bytes,
         query_bytes,
-        decode=decode,
-        aligned=head_size % 16 == 0,
+        decode=choice.decode,
+        aligned=choice.head_size % 16 == 0,
     )
-    kind = tile_kind(cache_bytes, query_bytes)
-    return (
-        Choice(target.name, target.backend, kind, head_size, decode),
-        group,
-        (tiles.tile_m, tiles.tile_n, tiles.num_warps, tiles.num_stages),
-    )
+    return tiles.tile_m, tiles.tile_n, tiles.num_warps, tiles.num_stages
 
 
 def _tile(row: Row) -> Tile | None:
@@ -274,19 +277,19 @@ def _rows_for(source: bytes, choice: Choice) -> ast.List:
     return rows
 
 
-def _row_for(source: bytes, choice: Choice) -> tuple[ast.Tuple, int, int]:
-    """(row, first, last): the row that covers the choice, and the head sizes that it holds for."""
+def _row_for(source: bytes, choice: Choice) -> tuple[ast.Tuple, int]:
+    """(row, first): the row that covers the choice, and the least head size that it holds for."""
     first = 1
     for row in _rows_for(source, choice).elts:
         last = row.elts[0].value
         if choice.head_size <= last:
-            return row, first, last
+            return row, first
         first = last + 1
     raise InputError(f"{TABLE} has no row for {_named(choice)}")
 
 
 def _tile_for(source: bytes, choice: Choice) -> Tile:
-    row, _, _ = _row_for(source, choice)
+    row, _ = _row_for(source, choice)
     return ast.literal_eval(row.elts[1 if choice.decode else 2])
 
 
@@ -298,8 +301,8 @@ def _with_tile(source: bytes, choice: Choice, tile: Tile) -> bytes:
         lines = "".join(f"        {row},\n" for row in ast.literal_eval(rows))
         text = f",\n    {_quoted(key)}: [\n{lines}    ]"
         source = _spliced(source, _end(source, rows), _end(source, rows), text)
-    row, _, last = _row_for(source, choice)
-    if last == choice.head_size:
+    row, _ = _row_for(source, choice)
+    if row.elts[0].value == choice.head_size:
         node = row.elts[1 if choice.decode else 2]
         return _spliced(source, _start(source, node), _end(source, node), str(tile))
     _, decode_tile, prefill_tile = ast.literal_eval(row)
@@ -330,11 +333,9 @@ def _offset(source: bytes, line: int, column: int) -> int:
 
 
 def _change(source: bytes, choice: Choice) -> str:
-    _, first, last = _row_for(source, choice)
-    key = _quoted((choice.target, choice.kind))
-    return (
-        f"{key}: {_tile_for(source, choice)} for {choice.phase}, heads of {first} to {last} lanes"
-    )
+    row, first = _row_for(source, choice)
+    key, tile = _quoted((choice.target, choice.kind)), _tile_for(source, choice)
+    return f"{key}: {tile} for {choice.phase}, heads of {first} to {row.elts[0].value} lanes"
 
 
 def _report(folder: Path, write: bool) -> Iterator[str]:
