@@ -189,6 +189,10 @@ class FakeEvent:
 class FakeGraph:
     def __init__(self, cuda: "FakeCuda") -> None:
         self.cuda = cuda
+        self.num_resets = 0
+
+    def reset(self) -> None:
+        self.num_resets += 1
 
     def replay(self) -> None:
         self.cuda.log("replay")
@@ -352,7 +356,7 @@ def test_what_cannot_be_captured_is_launched_instead(
     assert [reason in record.getMessage() for record in caplog.records] == [True]
     assert cuda.current is cuda.default
     assert cuda.trace[-1] == "synchronize"
-    assert len(clock._failed_graphs) == 1
+    assert [graph.num_resets for graph in clock._failed_graphs] == [1]
     clock.sample(prepared.replay, 1, cold=True)
     assert cuda.trace[-5:] == [
         "flush on default",
@@ -418,13 +422,17 @@ def test_a_call_is_timed_on_the_fake_device(make_clock: MakeClock) -> None:
 ALL_BYTES = 8 * ROW_BYTES
 
 
-def measure(clock: timing.Clock, dtype: torch.dtype = torch.float32, **changes: object) -> Ceilings:
-    config = options(**{"budget_s": 0.001, "min_samples": 3, "max_samples": 3, **changes})
-    return measure_ceilings(CPU, dtype, clock, config, num_bytes=ALL_BYTES, matrix_size=16)
+def measure(
+    clock: timing.Clock, dtype: torch.dtype = torch.float32, num_bytes: int = ALL_BYTES
+) -> Ceilings:
+    config = options(min_samples=3, max_samples=3)
+    return measure_ceilings(CPU, dtype, clock, config, num_bytes, matrix_size=16)
 
 
-def test_rates_are_bytes_over_time() -> None:
-    result = measure(FakeClock(lambda i: 0.5))
+@pytest.mark.parametrize("num_bytes", [ALL_BYTES, ALL_BYTES + 1])
+def test_rates_are_bytes_over_time(num_bytes: int) -> None:
+    """Of those bytes that are moved: whole rows."""
+    result = measure(FakeClock(lambda i: 0.5), num_bytes=num_bytes)
     assert result == Ceilings(
         copy_bytes_per_s=4 * ALL_BYTES,
         read_bytes_per_s=2 * ALL_BYTES,
@@ -437,7 +445,7 @@ def test_rates_are_bytes_over_time() -> None:
 
 def test_only_the_empty_call_is_as_cold_as_what_it_is_held_against() -> None:
     clock = FakeClock(lambda i: 0.5)
-    measure(clock, cold_l2=True)
+    measure(clock)
     colds = [cold for _, cold in clock.batches]
     assert colds == [False] * (len(colds) - 2) + [True] * 2
 

@@ -47,8 +47,8 @@ def measure_ceilings(
 ) -> Ceilings:
     """Check, then time, plain torch operations on random data; rates are those of the median.
 
-    num_bytes: of what is copied and read, and four times what is copied from and to the host; a
-    multiple of 16 ROW, and several times any L2 cache; None: 1 GiB on a GPU, 4 MiB on a CPU.
+    num_bytes: of what is copied and read, and four times what is copied from and to the host; 64
+    KiB at least, and several times any L2 cache; None: 1 GiB on a GPU, 4 MiB on a CPU.
     matrix_size: rows and columns of the matrices; None: 8192 and 128.
     Raises RuntimeError if an answer is wrong.
     """
@@ -63,17 +63,16 @@ def measure_ceilings(
 
     values = _random(num_bytes, device)
     part = values[: len(values) // 4]
-    part_bytes = part.numel() * part.itemsize
     # Pinned: only then copies run at full speed. The first of the two copies fills it.
     host = torch.empty(part.shape, pin_memory=on_gpu)
     to_host_s = _copy_s(host, part, seconds)
     from_host_s = _copy_s(torch.empty_like(part), host, seconds)
     return Ceilings(
-        copy_bytes_per_s=2 * num_bytes / _copy_s(torch.empty_like(values), values, seconds),
-        read_bytes_per_s=num_bytes / _read_s(values, seconds),
+        copy_bytes_per_s=2 * values.nbytes / _copy_s(torch.empty_like(values), values, seconds),
+        read_bytes_per_s=values.nbytes / _read_s(values, seconds),
         matrix_flops_per_s=2 * matrix_size**3 / _matmul_s(matrix_size, device, dtype, seconds),
-        to_host_bytes_per_s=part_bytes / to_host_s,
-        from_host_bytes_per_s=part_bytes / from_host_s,
+        to_host_bytes_per_s=part.nbytes / to_host_s,
+        from_host_bytes_per_s=part.nbytes / from_host_s,
         empty_call_s=_empty_call_s(device, clock, options),
     )
 

@@ -24,7 +24,8 @@ BATCH = 50
 """Samples that are launched before the device is waited for."""
 CAPTURE_WARMUP_CALLS = 3
 FLUSH_BYTES = 256 * 2**20
-"""At least so much is read before a sample, at least 50 us of any GPU, whatever its L2 cache."""
+"""Read before a sample even if the L2 cache is small: 30 us of the fastest GPU, and the launches
+that they are to hide take about half of that."""
 ROW = 4096
 """Elements summed by one `read_rows` output: many rows, so that no row is split over thread blocks,
 which would take a workspace."""
@@ -168,12 +169,14 @@ class CudaClock:
             # If a capture ends in an error, torch.cuda.graph leaves its stream the current one;
             # the outer context does not.
             with torch.cuda.stream(stream), warnings.catch_warnings():
-                warnings.filterwarnings("error", message="The CUDA Graph is empty")
+                warnings.filterwarnings("error", message=".*CUDA Graph is empty")
                 with torch.cuda.graph(graph, stream=stream):
                     call()
         except Exception:
-            # The allocator goes on pointing to a graph whose capture did not end.
+            # The allocator goes on pointing to a graph whose capture did not end, so that is kept,
+            # without its memory.
             self._failed_graphs.append(graph)
+            graph.reset()
             raise
         return graph.replay
 
