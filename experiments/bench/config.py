@@ -1,7 +1,6 @@
 """What may be configured for `bench`: a dataclass an operation, its sizes and their ranges.
 
-The defaults are the fixed set that a new GPU is measured with; `configs/operation/` names them for
-Hydra, which nothing here needs.
+Sizes that a name stands for are in `shapes`. Nothing here needs Hydra.
 """
 
 from dataclasses import dataclass, field
@@ -87,7 +86,6 @@ class AttentionConfig(HeadsConfig):
 class DecodeConfig(AttentionConfig):
     """One new token a sequence; `context_len` tokens are attended, the new one included."""
 
-    name: str = "decode"
     context_len: int = ranged(COUNT, 4096)
 
 
@@ -95,7 +93,6 @@ class DecodeConfig(AttentionConfig):
 class PrefillConfig(AttentionConfig):
     """A prompt a sequence, whose first `cached_len` tokens have their KV already."""
 
-    name: str = "prefill"
     batch_size: int = ranged(COUNT, 2)
     prompt_len: int = ranged(COUNT, 8192)
     cached_len: int = ranged(Range(0), 0)
@@ -105,7 +102,6 @@ class PrefillConfig(AttentionConfig):
 class MergeConfig(OperationConfig):
     """Merging partial attention results."""
 
-    name: str = "merge_states"
     num_states: int = ranged(COUNT, 8)
     num_tokens: int = ranged(COUNT, 2048)
     num_heads: int = ranged(COUNT, 32)
@@ -117,7 +113,6 @@ class MergeConfig(OperationConfig):
 class WriteConfig(HeadsConfig):
     """Writing new keys and values to scattered slots."""
 
-    name: str = "write_kv"
     num_tokens: int = ranged(COUNT, 32768)
     cache_dtype: CacheDtype = CacheDtype.auto
 
@@ -126,7 +121,6 @@ class WriteConfig(HeadsConfig):
 class CopyConfig(HeadsConfig):
     """Block copy-on-write in all layers: `fanout` copies of each of `num_sources` blocks."""
 
-    name: str = "copy_blocks"
     num_layers: int = ranged(COUNT, 32)
     num_sources: int = ranged(COUNT, 64)
     fanout: int = ranged(COUNT, 4)
@@ -136,7 +130,6 @@ class CopyConfig(HeadsConfig):
 class GatherConfig(HeadsConfig):
     """Gathering scattered blocks of all layers into contiguous memory."""
 
-    name: str = "gather_blocks"
     num_layers: int = ranged(COUNT, 32)
     num_blocks: int = ranged(COUNT, 256)
 
@@ -144,25 +137,23 @@ class GatherConfig(HeadsConfig):
 class Direction(StrEnum):
     """Of a swap."""
 
-    out = "out"
-    back = "in"
+    to_host = "to_host"
+    from_host = "from_host"
 
 
 @dataclass
 class SwapConfig(HeadsConfig):
     """Swapping scattered blocks of all layers to or from pinned host memory."""
 
-    name: str = "swap"
     num_layers: int = ranged(COUNT, 32)
     num_blocks: int = ranged(COUNT, 64)
-    direction: Direction = Direction.out
+    direction: Direction = Direction.to_host
 
 
 @dataclass
 class HashConfig(OperationConfig):
     """Hashing every full block of a batch of prompts."""
 
-    name: str = "hash_blocks"
     num_prompts: int = ranged(COUNT, 256)
     prompt_len: int = ranged(COUNT, 4096)
     block_size: int = ranged(COUNT, 16)
@@ -175,7 +166,6 @@ class MatchConfig(HashConfig):
     Each prompt's first `cached_len` tokens are cached, in blocks of its own.
     """
 
-    name: str = "match_prefix"
     cached_len: int = ranged(Range(0), 3072)
 
 
@@ -183,7 +173,6 @@ class MatchConfig(HashConfig):
 class MatchGatherConfig(HeadsConfig):
     """Looking up cached prefixes and gathering their KV, without asking the host between."""
 
-    name: str = "prefix_hash_gather"
     num_prompts: int = ranged(COUNT, 16)
     prompt_len: int = ranged(COUNT, 1024)
     cached_len: int = ranged(Range(0), 768)

@@ -1,18 +1,22 @@
 """This project's kernels, as the block manager's arrays reach them."""
 
-from contextlib import nullcontext
+import functools
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
 
 from kernels.copy_blocks import CopyPlan
-from kernels.launch import override_attention_tile
+from kernels.launch import Target, cdiv, override_attention_tile, record_launches
 from kernels.merge_states import merge_states
 from kernels.paged_attention import paged_attention
 from kernels.prefix_hash import hash_blocks, match_prefix, prefix_hash_gather
 from kernels.write_kv import write_kv
 
-from ..config import TileConfig
-from ..operations.attention import Attention
+from ..config import AttentionConfig, TileConfig
+from ..operations.attention import Attention, lengths
 from ..operations.block_moves import BlockMove
 from ..operations.merge_states import MergeStates
+from ..operations.operation import cache_torch_dtype, torch_dtype
 from ..operations.prefix_hash import HashBlocks, MatchPrefix, PrefixHashGather
 from ..operations.write_kv import WriteKV
 from .implementation import Call, Implementation
@@ -40,10 +44,39 @@ def attention(op: Attention) -> Call:
     return call
 
 
-def _tile(tile: TileConfig) -> object:
+def _tile(tile: TileConfig) -> AbstractContextManager:
     if tile.m is None:
         return nullcontext()
     return override_attention_tile((tile.m, tile.n, tile.num_warps, tile.num_stages))
+
+
+def launched_splits(config: AttentionConfig, target: Target) -> int:
+    """Into how many parts the keys are split on a target, from a launch that is not made."""
+    seq_len, query_len = lengths(config)
+    blocks_each = cdiv(seq_len, config.block_size)
+    empty = functools.partial(torch.empty, device="meta")
+    heads = (config.num_kv_heads, config.head_size)
+    cache = empty(
+        config.batch_size * blocks_each,
+        config.block_size,
+        *heads,
+        dtype=cache_torch_dtype(config.cache_dtype, config.dtype),
+    )
+    query_shape = (config.batch_size * query_len, config.num_heads, config.head_size)
+    with _tile(config.tile), record_launches(target) as launches:
+        paged_attention(
+            empty(query_shape, dtype=torch_dtype(config.dtype)),
+            cache,
+            cache,
+            empty(config.batch_size, blocks_each, dtype=torch.int32),
+            empty(config.batch_size, dtype=torch.int32),
+            empty(config.batch_size + 1, dtype=torch.int32),
+            scale=1.0,
+            sliding_window=config.sliding_window,
+            max_query_len=query_len,
+            num_splits=config.num_splits,
+        )
+    return launches[0].grid[2]
 
 
 def merge(op: MergeStates) -> Call:

@@ -114,7 +114,7 @@ class SwapBlocks(BlockMove):
         ]
         scattered = self.shuffled(SPARE * config.num_blocks)[: config.num_blocks]
         pairs = torch.stack([scattered, self.shuffled(config.num_blocks)], dim=1)
-        if config.direction is Direction.out:
+        if config.direction is Direction.to_host:
             self.sources, self.destinations, self.pairs = on_device, on_host, pairs
         else:
             for host, cache in zip(on_host, on_device, strict=True):
@@ -125,8 +125,9 @@ class SwapBlocks(BlockMove):
     @classmethod
     def cost(cls, config: SwapConfig) -> Cost:
         moved = 2 * config.num_layers * config.num_blocks * block_bytes(config)
-        link = "to_host" if config.direction is Direction.out else "from_host"
-        return Cost(moved, moved, link=link, unit="blocks", num_units=config.num_blocks)
+        return Cost(
+            moved, moved, link=config.direction.value, unit="blocks", num_units=config.num_blocks
+        )
 
     @classmethod
     def reduced(cls, config: SwapConfig, *, to_compile: bool = False) -> SwapConfig:

@@ -58,7 +58,7 @@ class HashBlocks(Operation[HashConfig]):
 
     @classmethod
     def reduced(cls, config: HashConfig, *, to_compile: bool = False) -> HashConfig:
-        return limited(config, num_prompts=3, prompt_len=20 * config.block_size + 1)
+        return limited(config, num_prompts=2, prompt_len=4096)
 
     def poison(self) -> None:
         poison_(self.out)
@@ -137,11 +137,7 @@ class MatchPrefix(HashBlocks):
 
     @classmethod
     def reduced(cls, config: MatchConfig, *, to_compile: bool = False) -> MatchConfig:
-        sizes = {
-            "prompt_len": 12 * config.block_size + 1,
-            "cached_len": 9 * config.block_size,
-        }
-        return limited(config, num_prompts=3, **sizes)
+        return limited(config, num_prompts=2, prompt_len=4096, cached_len=3072)
 
     def poison(self) -> None:
         poison_(self.block_tables)
@@ -198,7 +194,7 @@ class PrefixHashGather(MatchPrefix):
 
     @classmethod
     def reduced(cls, config: MatchGatherConfig, *, to_compile: bool = False) -> MatchGatherConfig:
-        return limited(super().reduced(config), num_layers=1)
+        return limited(config, num_prompts=2, prompt_len=1024, cached_len=768, num_layers=1)
 
     def poison(self) -> None:
         super().poison()
