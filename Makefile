@@ -4,7 +4,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 JOBS ?= 2
 
-.PHONY: help setup test lint format sweep bench-cache fuzz clean
+.PHONY: help setup test lint format sweep bench-cache bench-offline bench-gpu fuzz clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -35,6 +35,14 @@ sweep: setup  ## sweep block size and watermark; ends in a table and report.html
 
 bench-cache: setup  ## time the block manager beside a plain-Python model, and evictions by pool size
 	$(PY) -m pytest tests/bench_cache.py tests/bench_evictors.py --benchmark-enable --benchmark-quiet -q -s
+
+bench-offline: setup  ## what can be said of every kernel without a GPU: code, traffic, predictions
+	@dir=outputs/bench-offline/$$(date +%F_%H-%M-%S) && \
+	$(PY) -m experiments.bench experiment=every_kernel hydra.sweep.dir=$$dir && \
+	$(PY) -m experiments.bench.tables $$dir
+
+bench-gpu:  ## on a GPU: correctness, then speed, in six minutes, with the machine's own python
+	$(PYTHON) -m experiments.bench.suite
 
 fuzz: setup  ## drive the block manager against its model until stopped
 	$(PY) -m tests.fuzz

@@ -198,7 +198,7 @@ class BenchConfig:
     implementation: str = "prefixlab"  # a file of `experiments/bench/implementations`
     device: DeviceName = DeviceName.auto
     timing: TimingConfig = field(default_factory=TimingConfig)
-    gpu: GpuConfig = field(default_factory=GpuConfig)  # whose data sheet predictions are made from
+    gpu: GpuConfig | None = None  # whose data sheet predictions are made from
     seed: int = ranged(Range(0, 2**63 - 1), 0)
     fail_fast: bool = False  # after a failed point, leave the rest of the sweep unrun
 

@@ -1,0 +1,173 @@
+"""One command for a new GPU: correctness first, then a fixed set of points, rows and a table.
+
+    python -m experiments.bench.suite --dir DIR
+
+Needs torch and Triton alone: pytest for the first step, pandas and matplotlib for the report are
+used where they are installed. Rows are written one by one, so whatever ends the run, those that
+were measured are there, and `python -m experiments.report DIR` makes the report of them anywhere.
+"""
+
+import argparse
+import dataclasses
+import importlib.util
+import logging
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from ..ranges import InputError
+from ..results import REPOSITORY, ResultsFolder, Row, finish_row, provenance, start_row
+from .config import BenchConfig, DeviceName, OperationConfig
+from .measuring import Bench, choose_device, device_name
+from .shapes import SHAPES
+from .tables import measured_table
+
+log = logging.getLogger(__name__)
+
+SHOWN = {
+    "rank_by": "share_of_limit",
+    "columns": ["p50_us", "achieved_gb_per_s", "achieved_tflop_per_s", "share_of_limit"],
+}
+TEST_SECONDS = 120.0
+"""For the tests that need a GPU; what isn't done by then has hung."""
+MORE_SIZES = (
+    ("decode", "block_size", (1, 8, 32, 64, 128, 256)),
+    ("prefill", "cached_len", (4096, 7168)),
+    ("copy_blocks", "fanout", (1, 32)),
+    ("match_prefix", "num_prompts", (1, 1024)),
+)
+SLOW_TO_COMPILE = "flex_attention"
+
+
+class Point(NamedTuple):
+    """What is measured: a shape under a name of its own, and with what."""
+
+    label: str
+    shape: OperationConfig
+    implementation: str
+
+
+def points() -> Iterator[Point]:
+    """This project's kernels at every shape and some more sizes, then what there is beside them.
+
+    In this order because the time may run out; what compiles for long comes last.
+    """
+    from .implementations import NAMES, find_implementation
+    from .operations import operation_of
+
+    yield from (Point(label, shape, "prefixlab") for label, shape in SHAPES.items())
+    for name, key, values in MORE_SIZES:
+        for value in values:
+            shape = dataclasses.replace(SHAPES[name], **{key: value})
+            yield Point(f"{name} {key}={value}", shape, "prefixlab")
+    others = [name for name in NAMES if name != "prefixlab"]
+    for name in sorted(others, key=lambda name: name == SLOW_TO_COMPILE):
+        for label, shape in SHAPES.items():
+            if operation_of(shape).kind in find_implementation(name).prepares:
+                yield Point(label, shape, name)
+
+
+class Suite:
+    """The fixed set, measured into one results folder."""
+
+    def __init__(self, root: Path, chosen: DeviceName, budget_s: float) -> None:
+        """Claims the folder. Raises InputError where it holds other results."""
+        self.folder = ResultsFolder(root)
+        self.chosen = chosen
+        self.end_s = time.monotonic() + budget_s
+        self.bench = Bench(chosen)
+        self.folder.claim(
+            {
+                "app": "bench",
+                "swept_keys": ["operation", "implementation"],
+                "fixed": {},
+                "config": {"device": chosen.value},
+                "provenance": {k: v for k, v in provenance().items() if k != "commit"},
+                "shown": SHOWN,
+            }
+        )
+
+    def run(self) -> list[str]:
+        """Measure what there is time for; returns the labels of what there wasn't."""
+        left = []
+        for point in points():
+            if time.monotonic() >= self.end_s:
+                left.append(f"{point.label} by {point.implementation}")
+                continue
+            row = self._measure(point)
+            self.folder.write_row(row)
+            p50_us = row["metrics"].get("p50_us")
+            said = row["status"] if p50_us is None else f"{p50_us:,.1f} us"
+            log.info("%s by %s: %s", point.label, point.implementation, said)
+        return left
+
+    def _measure(self, point: Point) -> Row:
+        config = BenchConfig(point.shape, point.implementation, self.chosen)
+        plain = dataclasses.asdict(config)
+        # No prediction is made, so no data sheet has a part in it.
+        del plain["gpu"]
+        swept = {"operation": point.label, "implementation": point.implementation}
+        row = start_row(plain, swept, None, device_name(self.chosen))
+        finish_row(row, lambda: self.bench.measure(config))
+        return row
+
+
+def run_tests() -> bool:
+    """Run the kernel tests that need a GPU; False where one failed or they hang.
+
+    Without pytest there are only the checks that precede each timing.
+    """
+    if importlib.util.find_spec("pytest") is None:
+        log.warning("pytest is not installed: only answers that are timed are checked")
+        return True
+    files = sorted(str(path) for path in (REPOSITORY / "tests").glob("test_kernel_*.py"))
+    # The options in pyproject.toml ask for plugins that may not be here.
+    options = ["-q", "-x", "-m", "gpu", "-o", "addopts=--import-mode=importlib"]
+    command = [sys.executable, "-m", "pytest", *options, "-p", "no:cacheprovider", *files]
+    try:
+        return subprocess.run(command, cwd=REPOSITORY, timeout=TEST_SECONDS).returncode == 0
+    except subprocess.TimeoutExpired:
+        log.error("the tests did not end within %.0f s", TEST_SECONDS)
+        return False
+
+
+def make_report(root: Path) -> str:
+    """Write the report if its libraries are installed; returns where it is, or what it takes."""
+    try:
+        from ..report import write_report
+    except ImportError as error:
+        return f"rows: {root}\nno report: {error}; `python -m experiments.report DIR` makes it"
+    return write_report(ResultsFolder(root)).splitlines()[-1]
+
+
+def main() -> None:
+    """Run the tests and the set; exit with 1 where anything failed or can't be right."""
+    parser = argparse.ArgumentParser(prog="python -m experiments.bench.suite", description=__doc__)
+    parser.add_argument("--dir", type=Path, default=None, help="default: outputs/bench/<time>")
+    parser.add_argument("--device", choices=["cuda", "rehearsal"], default="cuda")
+    parser.add_argument("--budget-s", type=float, default=210.0, help="seconds for all points")
+    parser.add_argument("--no-tests", action="store_true", help="leave out the first step")
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+    root = arguments.dir or Path("outputs/bench", time.strftime("%Y-%m-%d_%H-%M-%S"))
+    try:
+        chosen = choose_device(DeviceName(arguments.device))
+        if not arguments.no_tests and not run_tests():
+            sys.exit("error: the kernels are not correct here, so nothing was timed")
+        suite = Suite(root, chosen, arguments.budget_s)
+    except InputError as error:
+        sys.exit(f"error: {error}")
+    left = suite.run()
+    rows = suite.folder.rows()
+    where = make_report(root)
+    print(f"\n{device_name(chosen)}\n\n{measured_table(rows)}\n\n{where}")
+    if left:
+        print(f"no time was left for {len(left)} points: {'; '.join(left)}")
+    sys.exit(any(row["status"] in ("failed", "suspect") for row in rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,196 @@
+"""Short tables of a results folder of `bench`, in Markdown.
+
+python -m experiments.bench.tables DIR
+"""
+
+import argparse
+import itertools
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from ..ranges import InputError
+from ..results import ResultsFolder, Row
+from .shapes import SHAPES
+
+NAMES = ("operation", "by")
+
+
+def measured_table(rows: list[Row]) -> str:
+    """A line a measured point, operation by operation, and what is missing below it.
+
+    The last column is the time over that of this project's kernels for the same operation.
+    """
+    measured = [row for row in rows if row["metrics"]]
+    own = {_label(row): row["metrics"]["p50_us"] for row in measured if _is_own(row)}
+    heads = ["operation", "by", "p50 us", "p20 to p80", "GB/s", "TFLOP/s", "of limit", "x ours"]
+    lines = [_measured_line(row, own.get(_label(row))) for row in _in_order(measured)]
+    parts = [markdown(heads, lines), *_problems(rows)]
+    ceilings = _ceilings(measured)
+    return "\n\n".join([*parts, *([ceilings] if ceilings else [])])
+
+
+def _measured_line(row: Row, own_us: float | None) -> list[str]:
+    metrics = row["metrics"]
+    p50_us = metrics["p50_us"]
+    marks = "!" * (row["status"] == "suspect") + "~" * bool(metrics.get("launch_bound"))
+    share = metrics.get("share_of_limit")
+    return [
+        _label(row),
+        row["config"]["implementation"],
+        f"{p50_us:,.1f}{marks}",
+        f"{metrics['p20_us']:,.1f} to {metrics['p80_us']:,.1f}",
+        _rate(metrics.get("achieved_gb_per_s")),
+        _rate(metrics.get("achieved_tflop_per_s")),
+        "" if share is None else f"{share:.0%}",
+        "" if own_us is None else f"{p50_us / own_us:.2f}",
+    ]
+
+
+def _problems(rows: list[Row]) -> list[str]:
+    """Failed and suspect points one by one; absent ones together."""
+    lines = [
+        f"{row['status']}: {_label(row)} by {row['config']['implementation']}: {row['message']}"
+        for row in rows
+        if row["status"] in ("failed", "suspect")
+    ]
+    absent = sorted({row["message"] for row in rows if row["status"] == "absent"})
+    return ["\n".join(lines)] * bool(lines) + [f"absent: {'; '.join(absent)}"] * bool(absent)
+
+
+def _ceilings(rows: list[Row]) -> str:
+    known = [row["metrics"] for row in rows if "copy_gb_per_s" in row["metrics"]]
+    if not known:
+        return ""
+    rates = sorted({metrics["matrix_tflop_per_s"] for metrics in known})
+    matrix = ", ".join(f"{rate:.4g}" for rate in rates)
+    return (
+        f"Of this device, measured first: copy {known[0]['copy_gb_per_s']:,.4g} GB/s, matrix "
+        f"products {matrix} TFLOP/s, an empty call {known[0]['empty_call_us']:.3g} us. "
+        "~: little more than a launch. !: above the device's peak, so counted wrong."
+    )
+
+
+def predicted_table(rows: list[Row]) -> str:
+    """A line an operation: what it has to move, what the kernels touch, and each GPU's time.
+
+    Times are predicted: the data sheet's rates, nothing else. Below it what the compiler made of
+    the kernels for each target: registers a thread, KiB of shared memory, warp instructions a KV
+    token where there is a main loop over them.
+    """
+    finished = [row for row in rows if row["status"] == "ok"]
+    targets = {row["config"]["gpu"]["name"]: row["notes"]["target"] for row in finished}
+    gpus = sorted(targets, key=lambda gpu: _natural(targets[gpu]))
+    times, code = [], []
+    for label, group in _groups(finished):
+        by_gpu = {row["config"]["gpu"]["name"]: row["metrics"] for row in group}
+        first = group[0]["metrics"]
+        touched = first.get("touched_over_needed")
+        times.append(
+            [
+                label,
+                f"{first['needed_bytes'] / 1e6:,.4g}",
+                f"{first['flops'] / 1e9:,.4g}" if first["flops"] else "",
+                "" if touched is None else f"{touched:.3f}",
+                *(_microseconds(by_gpu.get(gpu)) for gpu in gpus),
+            ]
+        )
+        code.append([label, *(_machine_code(by_gpu.get(gpu)) for gpu in gpus)])
+    heads = ["operation", "MB", "GFLOP", "touched / needed", *(f"{gpu}, us" for gpu in gpus)]
+    targets_used = [targets[gpu] for gpu in gpus]
+    return "\n\n".join(
+        [markdown(heads, times), markdown(["operation", *targets_used], code), *_problems(rows)]
+    )
+
+
+def _microseconds(metrics: dict | None) -> str:
+    return "" if metrics is None else f"{metrics['predicted_us']:,.4g}"
+
+
+def _machine_code(metrics: dict | None) -> str:
+    if metrics is None:
+        return ""
+    parts = [f"{metrics['registers']} regs", f"{metrics['shared_bytes'] / 1024:.3g} K"]
+    if metrics.get("instructions_per_token"):
+        parts.append(f"{metrics['instructions_per_token']:.3g} instr")
+    if metrics["spilled_bytes"]:
+        parts.append(f"{metrics['spilled_bytes']} B spilled")
+    if not metrics["fits"]:
+        parts.append("too large")
+    return ", ".join(parts)
+
+
+def markdown(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """A table whose columns are as wide as they have to be; those of names are aligned left."""
+    cells = [list(heads), *map(list, lines)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    left = [head in NAMES for head in heads]
+    rule = [
+        ":" + "-" * (width - 1) if is_name else "-" * (width - 1) + ":"
+        for width, is_name in zip(widths, left, strict=True)
+    ]
+    text = [
+        "| "
+        + " | ".join(
+            cell.ljust(width) if is_name else cell.rjust(width)
+            for cell, width, is_name in zip(line, widths, left, strict=True)
+        )
+        + " |"
+        for line in (cells[0], rule, *cells[1:])
+    ]
+    return "\n".join(text)
+
+
+def _label(row: Row) -> str:
+    """What was measured: the swept values, the implementation and the GPU left out."""
+    swept = {k: v for k, v in row["swept"].items() if k not in ("implementation", "gpu")}
+    name = str(swept.pop("operation", row["config"]["operation"]["name"]))
+    return " ".join([name, *(f"{key.rpartition('.')[2]}={v}" for key, v in swept.items())])
+
+
+def _is_own(row: Row) -> bool:
+    return row["config"]["implementation"] == "prefixlab"
+
+
+def _in_order(rows: list[Row]) -> list[Row]:
+    """By operation, and within one this project's kernels first."""
+    return sorted(rows, key=lambda row: (_rank(row), not _is_own(row)))
+
+
+def _groups(rows: list[Row]) -> Iterable[tuple[str, list[Row]]]:
+    for label, group in itertools.groupby(sorted(rows, key=_rank), _label):
+        yield label, list(group)
+
+
+def _rank(row: Row) -> tuple[int, list]:
+    """Shapes in their order, and within one swept values by size."""
+    name = row["config"]["operation"]["name"]
+    order = list(SHAPES).index(name) if name in SHAPES else len(SHAPES)
+    return order, _natural(_label(row))
+
+
+def _natural(text: str) -> list:
+    """A key that sorts sm_90 before sm_100, and both before gfx942."""
+    parts = re.split(r"(\d+)", text)
+    return [text.startswith("gfx"), *(int(p) if p.isdigit() else p for p in parts)]
+
+
+def _rate(value: float | None) -> str:
+    return "" if not value else f"{value:,.4g}"
+
+
+def main() -> None:
+    """Print the table of a folder."""
+    parser = argparse.ArgumentParser(prog="python -m experiments.bench.tables", description=__doc__)
+    parser.add_argument("folder", type=Path, help="output folder of a run, or root of a sweep")
+    try:
+        rows = ResultsFolder(parser.parse_args().folder).rows()
+    except InputError as error:
+        sys.exit(f"error: {error}")
+    predicted = any("predicted_us" in row["metrics"] for row in rows)
+    print(predicted_table(rows) if predicted else measured_table(rows))
+
+
+if __name__ == "__main__":
+    main()
