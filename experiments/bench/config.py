@@ -191,19 +191,25 @@ class TimingConfig:
 
 
 @dataclass
-class BenchConfig:
+class PointConfig:
     """Everything that determines one measured point."""
 
     operation: OperationConfig = field(default_factory=OperationConfig)
     implementation: str = "prefixlab"  # a file of `experiments/bench/implementations`
     device: DeviceName = DeviceName.auto
     timing: TimingConfig = field(default_factory=TimingConfig)
-    gpu: GpuConfig | None = None  # whose data sheet predictions are made from
     seed: int = ranged(Range(0, 2**63 - 1), 0)
+
+
+@dataclass
+class BenchConfig(PointConfig):
+    """A point, the GPU whose data sheet it is predicted from, and how a sweep of points behaves."""
+
+    gpu: GpuConfig = field(default_factory=GpuConfig)
     fail_fast: bool = False  # after a failed point, leave the rest of the sweep unrun
 
 
-def check(config: BenchConfig) -> None:
+def check(config: PointConfig) -> None:
     """Check every range, and the rules that join two keys.
 
     Raises ConfigError, naming key, value and what was expected.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ..ranges import InputError
 from ..results import AbsentError, Measurement
-from .config import BenchConfig, DeviceName, OperationConfig, TimingConfig, check
+from .config import DeviceName, OperationConfig, PointConfig, TimingConfig, check
 
 # What imports Triton is imported once it is known whether kernels are interpreted.
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class Bench:
         self._ceilings: dict[torch.dtype, Ceilings] = {}
         self._clock: Clock | None = None
 
-    def measure(self, config: BenchConfig) -> Measurement:
+    def measure(self, config: PointConfig) -> Measurement:
         """One point.
 
         Raises ConfigError for what can't be configured, AbsentError for what can't be measured
@@ -93,7 +93,7 @@ class Bench:
             torch.cuda.empty_cache()
             raise AbsentError(f"out of memory: {str(error).split('. ')[0]}") from None
 
-    def _measure(self, config: BenchConfig) -> Measurement:
+    def _measure(self, config: PointConfig) -> Measurement:
         from kernels.launch import target_of
 
         from .figures import figures, host_figures

@@ -33,8 +33,6 @@ def report(config: BenchConfig) -> Measurement:
     this project's.
     """
     gpu, shape = config.gpu, config.operation
-    if gpu is None:
-        raise ConfigError("gpu=null: expected the GPU that predictions are made for")
     if gpu.target not in TARGETS:
         raise ConfigError(f"gpu.target={gpu.target}: expected one of {', '.join(TARGETS)}")
     if config.implementation != "prefixlab":

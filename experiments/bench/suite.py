@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from ..ranges import InputError
 from ..results import REPOSITORY, ResultsFolder, Row, finish_row, provenance, start_row
-from .config import BenchConfig, DeviceName, OperationConfig
+from .config import DeviceName, OperationConfig, PointConfig
 from .measuring import Bench, choose_device, device_name
 from .shapes import SHAPES
 from .tables import measured_table
@@ -105,12 +105,9 @@ class Suite:
         return left
 
     def _measure(self, point: Point) -> Row:
-        config = BenchConfig(point.shape, point.implementation, self.chosen)
-        plain = dataclasses.asdict(config)
-        # No prediction is made, so no data sheet has a part in it.
-        del plain["gpu"]
+        config = PointConfig(point.shape, point.implementation, self.chosen)
         swept = {"operation": point.label, "implementation": point.implementation}
-        row = start_row(plain, swept, None, device_name(self.chosen))
+        row = start_row(dataclasses.asdict(config), swept, None, device_name(self.chosen))
         finish_row(row, lambda: self.bench.measure(config))
         return row
 
