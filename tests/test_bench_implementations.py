@@ -127,10 +127,10 @@ OTHERS = {
 }
 CASES = DECODES | PREFILLS | OTHERS
 HERE = ("prefixlab", "torch_ops", "flex_attention", "host")
+MOVES = ["copy-fanout3", "gather", "swap-to_host", "swap-from_host"]
 ONE_EACH = [
     *("decode-gqa4-bs16-bf16", "prefill-gqa4-bs16-bf16-cached", "merge-bf16", "write-bs4-bf16"),
-    *("copy-fanout3", "gather", *(case for case in OTHERS if case.startswith("swap"))),
-    *("hash-bs16", "match-bs4", "match-gather"),
+    *(*MOVES, "hash-bs16", "match-bs4", "match-gather"),
 ]
 
 
@@ -244,6 +244,35 @@ def test_writing_one_more_slot_is_caught(case: str) -> None:
     slots.view(torch.uint8)[free, -1, -1] = 0
     with pytest.raises(WrongAnswerError, match="elsewhere"):
         op.check(None)
+
+
+@pytest.mark.parametrize("case", MOVES)
+def test_moving_blocks_the_wrong_way_is_caught(case: str) -> None:
+    """Source and destination are alike then, too."""
+    op = drawn(CASES[case])
+    op.poison()
+    for source, destination in zip(op.sources, op.destinations, strict=True):
+        for from_block, to_block in op.pairs.tolist():
+            source[from_block] = destination[to_block]
+    with pytest.raises(WrongAnswerError, match="nothing was to be moved to"):
+        op.check(None)
+
+
+@pytest.mark.parametrize("case", ["copy-fanout3", "swap-from_host"])
+def test_moving_one_block_more_is_caught(case: str) -> None:
+    op = drawn(CASES[case])
+    find_implementation("torch_ops").prepare(op)()
+    op.check(None)
+    other = next(block for block in range(len(op.destinations[0])) if block not in op.pairs)
+    op.destinations[-1][other, -1, -1, -1] += 1
+    with pytest.raises(WrongAnswerError, match="nothing was to be moved to"):
+        op.check(None)
+
+
+def test_fewer_prompts_are_caught() -> None:
+    op = drawn(CASES["match-bs4"])
+    with pytest.raises(WrongAnswerError, match="0 prompts"):
+        op.check([])
 
 
 @pytest.mark.parametrize("case", ["hash-bs16", "match-bs4"])
@@ -927,7 +956,7 @@ def check_library(name: str, config: OperationConfig) -> Operation:
 
 @pytest.mark.parametrize("case", LIBRARY_CASES)
 @pytest.mark.parametrize("group", [1, 4])
-@pytest.mark.parametrize("cache_dtype", CacheDtype)
+@pytest.mark.parametrize("cache_dtype", [CacheDtype.auto, CacheDtype.fp8e4m3])
 def test_flashinfer(case: str, group: int, cache_dtype: CacheDtype, flashinfer) -> None:
     config = library_config(case, 16, group)
     check_library("flashinfer", dataclasses.replace(config, cache_dtype=cache_dtype))

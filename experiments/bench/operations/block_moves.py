@@ -33,8 +33,10 @@ class BlockMove(Operation):
             tensor[rows] = blank.expand(len(rows), *blank.shape[1:])
 
     def check(self, answer: Any) -> None:
-        """Every moved block of every tensor, bit for bit."""
+        """Every moved block of every tensor, bit for bit, and that no other one was changed."""
         del answer
+        for now, before in zip(self._other_sums(), self._drawn_sums, strict=True):
+            require(torch.equal(now, before), "a block changed that nothing was to be moved to")
         for index, (source, destination) in enumerate(
             zip(self.sources, self.destinations, strict=True)
         ):
@@ -44,10 +46,25 @@ class BlockMove(Operation):
                 torch.equal(as_bits(wanted), as_bits(found)), f"a block of tensor {index} differs"
             )
 
+    def _other_sums(self) -> list[torch.Tensor]:
+        """The sum of the bytes of each block, 0 for those that something is moved to."""
+        sums = []
+        if self.sources is not self.destinations:
+            sums = [_byte_sums(tensor) for tensor in self.sources]
+        for tensor in self.destinations:
+            moved = self.pairs[:, 1].to(tensor.device)
+            sums.append(_byte_sums(tensor).index_fill_(0, moved, 0))
+        return sums
+
     def _pool(self, config: HeadsConfig, num_layers: int, num_blocks: int) -> list[torch.Tensor]:
         shape = (num_blocks, config.block_size, config.num_kv_heads, config.head_size)
         dtype = torch_dtype(config.dtype)
         return [self.randn(*shape, dtype=dtype) for _ in range(2 * num_layers)]
+
+
+def _byte_sums(tensor: torch.Tensor) -> torch.Tensor:
+    """int64 [num_blocks]."""
+    return as_bits(tensor).flatten(1).sum(1, dtype=torch.int64)
 
 
 class CopyBlocks(BlockMove):
@@ -62,6 +79,7 @@ class CopyBlocks(BlockMove):
         blocks = self.shuffled(SPARE * used)[:used]
         sources = blocks[: config.num_sources].repeat_interleave(config.fanout)
         self.pairs = torch.stack([sources, blocks[config.num_sources :]], dim=1)
+        self._drawn_sums = self._other_sums()
 
     @classmethod
     def cost(cls, config: CopyConfig) -> Cost:
@@ -87,6 +105,7 @@ class GatherBlocks(BlockMove):
         self.destinations = [torch.empty_like(s[: config.num_blocks]) for s in self.sources]
         scattered = self.shuffled(SPARE * config.num_blocks)[: config.num_blocks]
         self.pairs = torch.stack([scattered, torch.arange(len(scattered), device=device)], dim=1)
+        self._drawn_sums = self._other_sums()
 
     @classmethod
     def cost(cls, config: GatherConfig) -> Cost:
@@ -121,6 +140,7 @@ class SwapBlocks(BlockMove):
                 host.copy_(cache[: config.num_blocks])
             self.sources, self.destinations = on_host, on_device
             self.pairs = pairs.flip(1).contiguous()
+        self._drawn_sums = self._other_sums()
 
     @classmethod
     def cost(cls, config: SwapConfig) -> Cost:

@@ -147,6 +147,7 @@ class MatchPrefix(HashBlocks):
         """Every prompt's blocks, from (block_tables, matched_lens) or an array a prompt."""
         num_cached = self.cached.shape[1]
         if isinstance(answer, list):
+            require(len(answer) == len(self.cached), f"{len(answer)} prompts")
             for row, found in enumerate(answer):
                 require(bool(np.array_equal(found, self.cached[row])), f"prompt {row} differs")
             return
