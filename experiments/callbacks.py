@@ -112,7 +112,7 @@ class Results(Callback):
             sys.exit(f"error: {error}; choose another hydra.run.dir or hydra.sweep.dir")
 
     def _finish(self, config: DictConfig) -> None:
-        """Write the report, print its summary, and exit with 1 where a point failed."""
+        """Write the report, print its summary; exit with 1 where a point failed or is suspect."""
         # Only now: plotting libraries take longer to import than a refused configuration to show.
         from .report import write_report
 
@@ -123,5 +123,5 @@ class Results(Callback):
             log.exception("the report could not be written; its rows are in %s", folder.root)
             sys.exit(1)
         print(summary)
-        if any(row["status"] == "failed" for row in folder.rows()):
+        if any(row["status"] in ("failed", "suspect") for row in folder.rows()):
             sys.exit(1)

@@ -1,17 +1,22 @@
-"""The figures of a report: metrics over the swept keys, pool occupancy, hit rate over capacity."""
+"""The figures of a report: metrics over the swept keys, roofline, occupancy, hit rates."""
 
 import itertools
 import math
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 from .results import Row
 
 FIRST_AXES = ("cache.num_gpu_blocks", "cache.block_size", "cache.watermark")
 CAPACITY_KEYS = {"cache.num_gpu_blocks", "evictor"}
+RANGES = {"p50_us": ("p20_us", "p80_us")}
+"""Metrics that are drawn with a range around them, and which metrics bound it."""
 MAX_OCCUPANCY_PANELS = 64
+MAX_BARS = 60
 MARKERS = "osv^D<>pXP"
 LINE_COLORS = (
     *("#30638e", "#d1495b", "#2e933c", "#e07a1f", "#7b4fa3", "#8c5a3c"),
@@ -20,27 +25,45 @@ LINE_COLORS = (
 OCCUPANCY_COLORS = {"in_use": "#d1495b", "cached": "#edae49", "free": "#d9e2e7"}
 
 
-def choose_axes(swept: list[str]) -> list[str]:
-    """The swept keys with those that make the x and y axes first: block size x watermark if so."""
+def choose_axes(swept: list[str], rows: list[Row]) -> list[str]:
+    """The swept keys with those that make the x and y axes first: block size x watermark if so.
+
+    Numbers come before words, and different operations last: they go into panels. Implementations
+    are compared first of all, so they come second, and make the lines; or first where there is no
+    number to draw them over.
+    """
     first = [key for key in FIRST_AXES if key in swept]
-    return first + [key for key in swept if key not in first]
+    others = [key for key in swept if key not in (*first, "implementation", "operation")]
+    numbers = first + [key for key in others if not _is_named(rows, key)]
+    words = [key for key in ("implementation", *others, "operation") if key in swept]
+    words = [key for key in words if key not in numbers]
+    if "implementation" not in swept:
+        return numbers + words
+    return numbers[:1] + words[:1] + numbers[1:] + words[1:]
 
 
 def metric_figure(metric: str, rows: list[Row], swept: list[str]) -> Figure:
     """A metric over the swept keys: points for one key, a heat map for two, a panel for others.
 
     Where the second key is a choice of names, a line each takes the place of the map. All panels
-    share one scale. A point without a value is left out of a line and grey in a map.
+    share one scale, logarithmic for times that differ by more than a decade. A point without a
+    value is left out of a line and grey in a map; a panel without any is left out.
     """
-    x, *others = choose_axes(swept)
+    x, *others = choose_axes(swept, rows)
     y, panel_keys = (others[0], others[1:]) if others else (None, [])
-    panels = _grouped(rows, panel_keys)
+    have = [row for row in rows if metric in row["metrics"]]
+    panels = {
+        panel: members
+        for panel, members in _grouped(rows, panel_keys).items()
+        if any(metric in row["metrics"] for row in members)
+    }
+    are_lines = y is None or (_is_named(rows, y) and not _is_named(rows, x))
     columns = min(len(panels), 3)
     height = math.ceil(len(panels) / columns)
-    figure = Figure(figsize=(5.6 * columns, 3.9 * height), layout="constrained")
-    axes = figure.subplots(height, columns, squeeze=False)
-    values = [row["metrics"][metric] for row in rows if metric in row["metrics"]]
-    limits = (np.nanmin(values), np.nanmax(values))
+    panel_height = 3.9 if are_lines else max(3.9, 1.2 + 0.25 * len(_levels(rows, y)))
+    figure = Figure(figsize=(5.6 * columns, panel_height * height), layout="constrained")
+    axes = figure.subplots(height, columns, squeeze=False, sharey=are_lines)
+    norm = _norm(metric, [row["metrics"][metric] for row in have])
     for axis, (panel, members) in itertools.zip_longest(
         axes.flat, panels.items(), fillvalue=((), [])
     ):
@@ -49,18 +72,166 @@ def metric_figure(metric: str, rows: list[Row], swept: list[str]) -> Figure:
             continue
         if y is None:
             _draw_points(axis, metric, members, x)
-        elif _is_named(rows, y) and not _is_named(rows, x):
+        elif are_lines:
             _draw_lines(axis, metric, members, x, y)
         else:
-            _draw_heat_map(axis, metric, members, x, y, limits)
+            _draw_heat_map(axis, metric, members, x, y, norm)
+        if are_lines and isinstance(norm, LogNorm):
+            axis.set_yscale("log")
+        name = metric
+        if are_lines and metric in RANGES:
+            name += f", bars from {' to '.join(RANGES[metric])}"
         title = ", ".join(f"{k}={v}" for k, v in zip(panel_keys, panel, strict=True))
-        axis.set_title(f"{metric}\n{title}" if title else metric, fontsize=11)
+        axis.set_title(f"{name}\n{title}" if title else name, fontsize=11)
+    _warn(figure, have)
     return figure
+
+
+def _norm(metric: str, values: list[float]) -> Normalize:
+    """The scale of all panels: logarithmic for times that differ by more than a decade."""
+    low, high = np.nanmin(values), np.nanmax(values)
+    is_time = metric.endswith(("_s", "_us")) and not metric.endswith("_per_s")
+    return LogNorm(low, high) if is_time and 0 < 10 * low < high else Normalize(low, high)
+
+
+def _warn(figure: Figure, rows: list[Row]) -> None:
+    """Write above a figure what its rows are where they weren't all measured."""
+    kinds = dict.fromkeys(row.get("notes", {}).get("kind", "") for row in rows)
+    said = "; ".join(kind for kind in kinds if kind not in ("", "measured"))
+    if said:
+        figure.suptitle(said, fontsize=11, color="#b03030")
+
+
+def roofline_figure(rows: list[Row]) -> Figure:
+    """What timed rows reach of what the device can do, as measured in the same process.
+
+    Left, rows that compute: FLOP/s over FLOPs a byte, under the rate of memory (slanted) and that
+    of matrix products (level). Right, rows that only move bytes: a bar each, and a tick at the rate
+    of their link. Hollow: launching takes as long as the kernel. Rows without such metrics only
+    keep implementations in their colors.
+    """
+    names = list(dict.fromkeys(row["config"]["implementation"] for row in rows))
+    rows = [row for row in rows if "achieved_tflop_per_s" in row["metrics"]]
+    computing = [row for row in rows if row["metrics"]["flops"]]
+    moving = [row for row in rows if not row["metrics"]["flops"]]
+    present = {row["config"]["implementation"] for row in rows}
+    colors = {
+        name: LINE_COLORS[i % len(LINE_COLORS)] for i, name in enumerate(names) if name in present
+    }
+    num_panels = bool(computing) + bool(moving)
+    height = max(5.5, 1.2 + 0.25 * min(len(moving), MAX_BARS))
+    figure = Figure(figsize=(7 * num_panels + 1.5, height), layout="constrained")
+    axes = list(figure.subplots(1, num_panels, squeeze=False).flat)
+    handles = [Line2D([], [], color=c, linewidth=5, label=name) for name, c in colors.items()]
+    if computing:
+        handles += _draw_roofline(axes.pop(0), computing, colors)
+    if moving:
+        _draw_bars(axes.pop(0), moving, colors)
+        ceiling = {"marker": "|", "markersize": 12, "linestyle": "none", "color": "black"}
+        handles.append(Line2D([], [], label="measured rate of the link", **ceiling))
+    if any(row["metrics"]["launch_bound"] for row in rows):
+        hollow = {"marker": "s", "markerfacecolor": "none", "linestyle": "none", "color": "black"}
+        handles.append(Line2D([], [], label="hollow: launch-bound", **hollow))
+    figure.legend(handles=handles, loc="outside right upper", frameon=False, fontsize=9)
+    _warn(figure, rows)
+    return figure
+
+
+def _draw_roofline(axis: Axes, rows: list[Row], colors: dict[str, str]) -> list[Line2D]:
+    """Ceilings, and a marker a row; returns the legend's entries for operations."""
+    slanted, level = _ceilings(rows, "link_gb_per_s"), _ceilings(rows, "matrix_tflop_per_s")
+    at = [row["metrics"]["intensity"] for row in rows]
+    # Both sides of each ridge, where 1,000 GB/s at one FLOP a byte are one TFLOP/s.
+    left = min(*at, 1000 * level[-1] / slanted[0] / 4) / 2
+    right = max(*at, 1000 * level[0] / slanted[-1] * 4) * 2
+    style = {"color": "#555555", "linewidth": 1.2, "zorder": 1}
+    note = {"textcoords": "offset points", "ha": "right", "va": "bottom", "fontsize": 8}
+    for rate in slanted:
+        ridge = 1000 * level[0] / rate
+        axis.plot([left, ridge], [rate * left / 1000, level[0]], **style)
+        middle = math.sqrt(left * ridge)
+        where = middle, rate * middle / 1000
+        axis.annotate(f"{_rate(rate)} GB/s", where, xytext=(-4, 2), **note)
+    for rate in level:
+        axis.plot([1000 * rate / slanted[0], right], [rate, rate], **style)
+        axis.annotate(f"{_rate(rate)} TFLOP/s", (right, rate), xytext=(-2, 2), **note)
+    names = list(dict.fromkeys(row["config"]["operation"]["name"] for row in rows))
+    markers = {name: MARKERS[i % len(MARKERS)] for i, name in enumerate(names)}
+    for row in rows:
+        color = colors[row["config"]["implementation"]]
+        axis.plot(
+            row["metrics"]["intensity"],
+            row["metrics"]["achieved_tflop_per_s"],
+            marker=markers[row["config"]["operation"]["name"]],
+            linestyle="none",
+            color=color,
+            markerfacecolor="none" if row["metrics"]["launch_bound"] else color,
+        )
+    axis.set_xscale("log")
+    axis.set_yscale("log")
+    axis.set_xlabel("FLOPs a byte")
+    axis.set_ylabel("achieved TFLOP/s")
+    axis.set_title("Operations that compute", fontsize=11)
+    axis.grid(alpha=0.3)
+    return [
+        Line2D([], [], color="black", marker=marker, linestyle="none", label=name)
+        for name, marker in markers.items()
+    ]
+
+
+def _draw_bars(axis: Axes, rows: list[Row], colors: dict[str, str]) -> None:
+    """A bar a row, from top to bottom."""
+    title = "Operations that only move bytes"
+    if len(rows) > MAX_BARS:
+        title += f", the first {MAX_BARS} of {len(rows)}"
+        rows = rows[:MAX_BARS]
+    differ = [key for key in rows[0]["swept"] if len(_levels(rows, key)) > 1]
+    labels = []
+    for i, row in enumerate(rows):
+        metrics, color = row["metrics"], colors[row["config"]["implementation"]]
+        achieved, ceiling = metrics["achieved_gb_per_s"], metrics["link_gb_per_s"]
+        face = "none" if metrics["launch_bound"] else color
+        axis.barh(i, achieved, height=0.7, facecolor=face, edgecolor=color)
+        axis.plot(ceiling, i, marker="|", markersize=12, color="black", linestyle="none")
+        axis.annotate(
+            f"{_rate(achieved)} of {_rate(ceiling)}",
+            (max(achieved, ceiling), i),
+            xytext=(6, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=8,
+        )
+        named = [
+            row["swept"].get("operation", row["config"]["operation"]["name"]),
+            row["config"]["implementation"],
+        ]
+        others = [key for key in differ if key not in ("operation", "implementation")]
+        labels.append(", ".join([*named, *([_short_title(row, others)] if others else [])]))
+    axis.set_yticks(range(len(rows)), labels, fontsize=8)
+    axis.invert_yaxis()
+    axis.margins(x=0.25, y=0.01)
+    axis.set_xlim(left=0)
+    axis.set_xlabel("achieved GB/s")
+    axis.set_title(title, fontsize=11)
+    axis.grid(axis="x", alpha=0.3)
+    axis.set_axisbelow(True)
+
+
+def _ceilings(rows: list[Row], metric: str) -> list[float]:
+    """The distinct values of a ceiling, the highest first.
+
+    Within 3% of a higher one it is the same, measured again by another process.
+    """
+    distinct: list[float] = []
+    for value in sorted((row["metrics"][metric] for row in rows), reverse=True):
+        if not distinct or value < distinct[-1] / 1.03:
+            distinct.append(value)
+    return distinct
 
 
 def occupancy_figure(rows: list[Row], swept: list[str]) -> Figure:
     """Blocks in use, cached and free over simulated time, a panel a row, as shares of the pool."""
-    keys = choose_axes(swept)
+    keys = choose_axes(swept, rows)
     rows = sorted(rows, key=lambda row: [_rank(k, row, rows) for k in reversed(keys)])
     rows = rows[:MAX_OCCUPANCY_PANELS]
     across = len(_levels(rows, keys[0])) if keys else 1
@@ -175,6 +346,8 @@ def _draw_lines(axis: Axes, metric: str, rows: list[Row], x: str, y: str) -> Non
     levels = _levels(rows, x)
     for i, name in enumerate(_levels(rows, y)):
         members = [row for row in rows if row["swept"][y] == name]
+        if not any(metric in row["metrics"] for row in members):
+            continue
         style = {"color": LINE_COLORS[i % len(LINE_COLORS)], "marker": MARKERS[i % len(MARKERS)]}
         _plot_levels(axis, metric, members, x, levels, label=name, markersize=4, **style)
     axis.set_xlabel(x)
@@ -189,13 +362,19 @@ def _plot_levels(
     finished = [row for row in rows if metric in row["metrics"]]
     # Block sizes double, watermarks don't: their places say nothing about their sizes.
     at = [levels.index(row["swept"][x]) for row in finished]
-    axis.plot(at, [row["metrics"][metric] for row in finished], linestyle="-", **style)
+    values = np.array([row["metrics"][metric] for row in finished])
+    bounds = RANGES.get(metric, ())
+    if bounds and all(name in row["metrics"] for row in finished for name in bounds):
+        low, high = (np.array([row["metrics"][name] for row in finished]) for name in bounds)
+        axis.errorbar(at, values, [values - low, high - values], capsize=2, **style)
+    else:
+        axis.plot(at, values, linestyle="-", **style)
     rotation = 45 if len(levels) > 8 else 0
     axis.set_xticks(range(len(levels)), [_label(level) for level in levels], rotation=rotation)
 
 
 def _draw_heat_map(
-    axis: Axes, metric: str, rows: list[Row], x: str, y: str, limits: tuple[float, float]
+    axis: Axes, metric: str, rows: list[Row], x: str, y: str, norm: Normalize
 ) -> None:
     columns, lines = _levels(rows, x), _levels(rows, y)
     grid = np.full((len(lines), len(columns)), np.nan)
@@ -203,7 +382,7 @@ def _draw_heat_map(
         where = lines.index(row["swept"][y]), columns.index(row["swept"][x])
         grid[where] = row["metrics"].get(metric, np.nan)
     axis.set_facecolor("#eeeeee")
-    image = axis.imshow(grid, aspect="auto", cmap="viridis", vmin=limits[0], vmax=limits[1])
+    image = axis.imshow(grid, aspect="auto", cmap="viridis", norm=norm)
     axis.figure.colorbar(image, ax=axis)
     axis.set_xticks(range(len(columns)), [_label(level) for level in columns])
     axis.set_yticks(range(len(lines)), [_label(level) for level in lines])
@@ -211,10 +390,9 @@ def _draw_heat_map(
     axis.set_ylabel(y)
     if grid.size > 150:
         return
-    middle = (limits[0] + limits[1]) / 2
     for (line, column), value in np.ndenumerate(grid):
         text = "-" if np.isnan(value) else _label(value)
-        color = "black" if np.isnan(value) or value > middle else "white"
+        color = "black" if np.isnan(value) or norm(value) > 0.5 else "white"
         axis.text(column, line, text, ha="center", va="center", color=color, fontsize=8)
 
 
@@ -261,6 +439,10 @@ def _rank(key: str, row: Row, rows: list[Row]) -> int:
 
 def _short_title(row: Row, keys: list[str]) -> str:
     return ", ".join(f"{key.rpartition('.')[2]} {_label(row['swept'][key])}" for key in keys)
+
+
+def _rate(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _label(value: object) -> str:

@@ -10,18 +10,33 @@ import base64
 import html
 import io
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pandas as pd
 from matplotlib.figure import Figure
 
-from .plots import CAPACITY_KEYS, capacity_figure, metric_figure, occupancy_figure
+from .plots import (
+    CAPACITY_KEYS,
+    capacity_figure,
+    metric_figure,
+    occupancy_figure,
+    roofline_figure,
+)
 from .ranges import InputError
 from .results import ResultsFolder, Row, write_whole
 
 NUM_BEST_ROWS = 5
-NAMED = ("workload", "prompts", "model", "gpu")
+MAX_UNRANKED_ROWS = 100
+NAMED = ("workload", "prompts", "model", "operation", "implementation", "gpu")
+NOT_DRAWN = (
+    *("p20_us", "p80_us"),  # they stand as a range around p50_us
+    *("samples", "needed_bytes", "flops", "intensity", "launch_bound"),
+    *("link_gb_per_s", "copy_gb_per_s", "matrix_tflop_per_s", "empty_call_us"),
+)
+"""Metrics that say how, or on what, others were measured: in the table, but no figures."""
 WIDE_FIGURES = {
+    "roofline": "Roofline",
     "capacity_curve": "Hit rate over capacity",
     "occupancy": "Pool occupancy over time",
 }
@@ -33,30 +48,36 @@ table { border-collapse: collapse; font-size: 13px; }
 th, td { padding: 3px 9px; text-align: right; border-bottom: 1px solid #ddd;
          font-variant-numeric: tabular-nums; white-space: nowrap; }
 th { background: #f3f3f3; } tr.failed td { background: #fde8e6; }
+tr.suspect td { background: #fdf1cf; } tr.absent td { color: #999; }
+.kind { font-size: 20px; font-weight: bold; background: #fdf1cf; padding: 0.5em 1em; }
 .wide { overflow-x: auto; } .maps img { width: 49%; } img { max-width: 100%; }
 pre { background: #f6f6f6; padding: 1em; overflow-x: auto; font-size: 12px; }
 """
 
 
 def results_table(rows: list[Row]) -> pd.DataFrame:
-    """One line a row: swept keys, status, message, metrics, then what produced the row.
+    """One line a row: swept keys, status, message, metrics, notes, then what produced the row.
 
     Metrics stand in the order in which they were reported; a failed row's are empty. Columns with
     "wall" in their name hold real time and differ from run to run.
     """
     metrics = list(dict.fromkeys(name for row in rows for name in row["metrics"]))
+    notes = list(dict.fromkeys(name for row in rows for name in _notes(row)))
     lines = [
         {
             **row["swept"],
             "status": row["status"],
             "message": row["message"],
             **{name: row["metrics"].get(name) for name in metrics},
+            **{name: _notes(row).get(name) for name in notes},
             "wall_s": row["wall_s"],
             **_names(row),
             "seed": row["seed"],
             **row["provenance"],
             "config_hash": row["config_hash"],
         }
+        # A name never takes the place of the swept value that it stands for.
+        | row["swept"]
         for row in rows
     ]
     # A column with a gap would otherwise turn its whole numbers into floats.
@@ -81,27 +102,83 @@ def write_report(folder: ResultsFolder) -> str:
     page = _page(manifest, rows, table, best, constant, images)
     report = folder.root / "report.html"
     write_whole(report, page.encode())
+    lines = _kinds(rows)
     if manifest["swept_keys"]:
-        lines = [f"best of {len(rows)} by {manifest['shown']['rank_by']}:", _text(best)]
-    else:
-        lines = [f"{name}: {_cell(value)}" for name, value in rows[0]["metrics"].items()]
-    failed = [row for row in rows if row["status"] == "failed"]
-    lines += [f"failed: {_swept_text(row)}: {row['message']}" for row in failed]
-    return "\n".join([*lines, f"report: {report}"])
+        lines += [_heading(table, manifest), *([] if best.empty else [_text(best)])]
+    elif rows[0]["status"] == "ok":
+        lines += [f"{name}: {_cell(value)}" for name, value in rows[0]["metrics"].items()]
+    problems = [line for listed in _problems(rows).values() for line in listed]
+    return "\n".join([*lines, *problems, f"report: {report}"])
 
 
 def best_rows(table: pd.DataFrame, manifest: dict) -> pd.DataFrame:
-    """The rows with most of the ranking metric: swept keys and, of the columns to be shown, those
-    that differ between rows.
+    """The rows with most of the ranking metric, or where none has it all in swept order.
+
+    Columns: swept keys and, of those to be shown, the ones that differ between rows.
     """
     shown = manifest["shown"]
     finished = table[table["status"] == "ok"]
-    differ = [c for c in shown["columns"] if c in table and finished[c].nunique(dropna=False) > 1]
-    columns = [*manifest["swept_keys"], *differ]
-    if shown["rank_by"] in finished:
-        # A stable sort keeps equal rows in the order of their swept keys.
-        finished = finished.sort_values(shown["rank_by"], ascending=False, kind="stable")
+    columns = [*manifest["swept_keys"]]
+    for name in ("kind", "device", *shown["columns"]):
+        if name not in table or name in columns:
+            continue
+        # One row differs from none: it shows what it has, but not what its header says.
+        alone = len(finished) == 1 and name in shown["columns"] and finished[name].notna().all()
+        if alone or finished[name].nunique(dropna=False) > 1:
+            columns.append(name)
+    if not _is_ranked(table, manifest):
+        return finished[columns].head(MAX_UNRANKED_ROWS)
+    # A stable sort keeps equal rows in the order of their swept keys.
+    finished = finished.sort_values(shown["rank_by"], ascending=False, kind="stable")
     return finished[columns].head(NUM_BEST_ROWS)
+
+
+def _is_ranked(table: pd.DataFrame, manifest: dict) -> bool:
+    """Whether any finished row has the ranking metric."""
+    rank_by = manifest["shown"]["rank_by"]
+    return rank_by in table and bool(table[table["status"] == "ok"][rank_by].notna().any())
+
+
+def _heading(table: pd.DataFrame, manifest: dict) -> str:
+    """What stands above the best rows."""
+    finished = int((table["status"] == "ok").sum())
+    if not finished:
+        return f"no finished point of {len(table)}"
+    if _is_ranked(table, manifest):
+        return f"best of {len(table)} by {manifest['shown']['rank_by']}:"
+    first = f", the first {MAX_UNRANKED_ROWS}" if finished > MAX_UNRANKED_ROWS else ""
+    return f"{finished} finished of {_points(len(table))}{first}:"
+
+
+def _kinds(rows: list[Row]) -> list[str]:
+    """What the numbers are, a line a kind and device, so that none are taken for measured ones."""
+    kinds = Counter(
+        (row["notes"]["kind"], row.get("device")) for row in rows if "kind" in row.get("notes", {})
+    )
+    return [
+        f"{kind[0].upper()}{kind[1:]}. Device: {device or 'none'}."
+        + (f" ({_points(count)})" if len(kinds) > 1 else "")
+        for (kind, device), count in kinds.items()
+    ]
+
+
+def _problems(rows: list[Row]) -> dict[str, list[str]]:
+    """By status, a line a failed or suspect point, and one for all absent for the same reason."""
+    problems = {
+        status: [
+            f"{status}: {_swept_text(row)}: {row['message']}"
+            for row in rows
+            if row["status"] == status
+        ]
+        for status in ("failed", "suspect")
+    }
+    absent = Counter(row["message"] for row in rows if row["status"] == "absent")
+    listed = [f"absent: {message} ({_points(count)})" for message, count in absent.items()]
+    return problems | {"absent": listed}
+
+
+def _points(count: int) -> str:
+    return f"{count} point" if count == 1 else f"{count} points"
 
 
 def _figures(rows: list[Row], swept: list[str]) -> tuple[dict[str, Figure], dict[str, float]]:
@@ -110,7 +187,11 @@ def _figures(rows: list[Row], swept: list[str]) -> tuple[dict[str, Figure], dict
     Wall times get none either: they say how busy this machine was.
     """
     finished = [row for row in rows if row["status"] == "ok"]
+    # Numbers that can't be right leave a gap where they would have been drawn.
+    drawn = [row if row["status"] == "ok" else row | {"metrics": {}} for row in rows]
     figures, constant = {}, {}
+    if any("achieved_tflop_per_s" in row["metrics"] for row in finished):
+        figures["roofline"] = roofline_figure(drawn)
     if set(swept) == CAPACITY_KEYS and any("block_hit_rate" in r["metrics"] for r in finished):
         figures["capacity_curve"] = capacity_figure(finished)
     names = dict.fromkeys(name for row in finished for name in row["metrics"])
@@ -121,8 +202,8 @@ def _figures(rows: list[Row], swept: list[str]) -> tuple[dict[str, Figure], dict
         # Compared as text, because NaN (no request finished) doesn't equal itself.
         if len(set(map(str, values))) == 1:
             constant[metric] = values[0]
-        else:
-            figures[metric] = metric_figure(metric, rows, swept)
+        elif metric not in NOT_DRAWN:
+            figures[metric] = metric_figure(metric, drawn, swept)
     with_series = [row for row in finished if row["occupancy"]]
     if with_series:
         figures["occupancy"] = occupancy_figure(with_series, swept)
@@ -145,20 +226,23 @@ def _page(
     images: dict[str, bytes],
 ) -> str:
     swept, app = manifest["swept_keys"], _escape(manifest["app"])
-    names = ", ".join(f"{group} {_escape(name)}" for group, name in _names(rows[0]).items())
+    names = ", ".join(f"{group} {_escape(name)}" for group, name in _common_names(rows).items())
     parts = [
+        *(f"<p class=kind>{_escape(line)}</p>" for line in _kinds(rows)),
         f"<h1>{app}: {' &times; '.join(map(_escape, swept)) or 'one run'}</h1>",
-        f"<p>{names}, seed {rows[0]['seed']}; rows: {len(rows)}.</p>",
+        f"<p>{f'{names}, ' if names else ''}seed {rows[0]['seed']}; rows: {len(rows)}.</p>",
     ]
     if swept:
         levels = {key: dict.fromkeys(str(row["swept"][key]) for row in rows) for key in swept}
         items = (f"<li>{_escape(key)}: {_escape(', '.join(v))}</li>" for key, v in levels.items())
         parts.append(f"<ul>{''.join(items)}</ul>")
-        parts.append(f"<h2>Most {_escape(manifest['shown']['rank_by'])}</h2>{_html_table(best)}")
-    failed = [row for row in rows if row["status"] == "failed"]
-    if failed:
-        items = (f"<li>{_escape(_swept_text(r))}: {_escape(r['message'])}</li>" for r in failed)
-        parts.append(f"<h2>Failed points</h2><ul>{''.join(items)}</ul>")
+        heading = _heading(table, manifest).rstrip(":")
+        parts.append(f"<h2>{_escape(heading[0].upper() + heading[1:])}</h2>")
+        parts.append("" if best.empty else _html_table(best))
+    for status, listed in _problems(rows).items():
+        if listed:
+            items = (f"<li>{_escape(line.removeprefix(f'{status}: '))}</li>" for line in listed)
+            parts.append(f"<h2>{status.capitalize()} points</h2><ul>{''.join(items)}</ul>")
     for name, heading in WIDE_FIGURES.items():
         if name in images:
             parts.append(f"<h2>{heading}</h2>" + _image(name, images))
@@ -187,7 +271,25 @@ def _page(
 
 def _names(row: Row) -> dict[str, str]:
     """The names of what was run, by config group."""
-    return {group: row["config"][group]["name"] for group in NAMED if group in row["config"]}
+    chosen = {group: row["config"][group] for group in NAMED if group in row["config"]}
+    if row.get("device", "") not in ("", "none"):
+        # It ran on this device, not on the one of the data sheet.
+        chosen.pop("gpu", None)
+    return {group: c["name"] if isinstance(c, dict) else c for group, c in chosen.items()}
+
+
+def _common_names(rows: list[Row]) -> dict[str, str]:
+    """Of the names, those that are the same in all rows."""
+    names = [_names(row) for row in rows]
+    return {
+        group: name for group, name in names[0].items() if all(n.get(group) == name for n in names)
+    }
+
+
+def _notes(row: Row) -> dict[str, str]:
+    """The device, where there is a word for it, and what else was noted beside the metrics."""
+    device = {"device": row["device"]} if row.get("device") else {}
+    return device | row.get("notes", {})
 
 
 def _image(name: str, images: dict[str, bytes]) -> str:
@@ -199,14 +301,13 @@ def _html_table(table: pd.DataFrame) -> str:
     header = "".join(f"<th>{_escape(column)}</th>" for column in table.columns)
     lines = []
     for cells in table.itertuples(index=False):
-        css = " class=failed" if "failed" in cells else ""
+        status = cells[table.columns.get_loc("status")] if "status" in table else "ok"
+        css = "" if status == "ok" else f" class={status}"
         lines.append(f"<tr{css}>{''.join(f'<td>{_escape(_cell(c))}</td>' for c in cells)}</tr>")
     return f"<table><tr>{header}</tr>{''.join(lines)}</table>"
 
 
 def _text(table: pd.DataFrame) -> str:
-    if table.empty:
-        return "no finished point"
     return table.map(_cell).to_string(index=False)
 
 
