@@ -186,18 +186,18 @@ def test_the_fastest_row_that_is_ok_wins() -> None:
 
 
 @pytest.mark.parametrize(
-    ("p50_us", "winner", "verdict"),
+    ("tile", "p50_us", "winner", "verdict"),
     [
-        (100.0, (16, 64, 2, 3), "keep: nothing is faster"),
-        (98.5, FAST, "keep: below 2%"),
-        (97.9, FAST, ""),
+        ((8, 16, 1, 1), 100.0, (16, 64, 2, 3), "keep: nothing is faster"),
+        (FAST, 98.5, FAST, "keep: below 2%"),
+        (FAST, 97.9, FAST, ""),
     ],
     ids=["tie", "noise", "gain"],
 )
 def test_the_default_stays_unless_the_gain_is_more_than_noise(
-    p50_us: float, winner: Tile, verdict: str
+    tile: Tile, p50_us: float, winner: Tile, verdict: str
 ) -> None:
-    (found,) = choose_tiles([make_row(FAST, p50_us), make_row(None, 100.0)])
+    (found,) = choose_tiles([make_row(tile, p50_us), make_row(None, 100.0)])
     assert (found.tile, found.kept) == (winner, verdict)
 
 
@@ -401,17 +401,25 @@ def test_comments_inside_the_table_survive(copy: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "rows",
+    ("rows", "verdict"),
     [
-        [make_row(None, 100.0), make_row(FAST, 99.0)],
-        [make_row(None, 100.0, head_size=100), make_row(FAST, 10.0, head_size=100)],
-        [make_row(FAST, 10.0)],
+        ([make_row(None, 100.0), make_row(FAST, 99.0)], "below 2%"),
+        ([make_row(None, 100.0, group=32), make_row(FAST, 99.0, group=32)], "below 2%"),
+        (
+            [make_row(None, 100.0, head_size=100), make_row(FAST, 10.0, head_size=100)],
+            "unaligned heads take the tiles of another table",
+        ),
+        ([make_row(FAST, 10.0)], "the default was not timed"),
     ],
-    ids=["noise", "unaligned", "no-default"],
+    ids=["noise", "many-heads", "unaligned", "no-default"],
 )
-def test_nothing_is_written_where_the_default_stays(rows: list[Row], copy: Path) -> None:
+def test_nothing_is_written_where_the_default_stays(
+    rows: list[Row], verdict: str, copy: Path
+) -> None:
     old = copy.stat()
-    assert write_tiles(choose_tiles(rows), copy) == []
+    winners = choose_tiles(rows)
+    assert [winner.kept for winner in winners] == [f"keep: {verdict}"]
+    assert write_tiles(winners, copy) == []
     assert copy.stat() == old
 
 
