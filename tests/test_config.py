@@ -34,8 +34,8 @@ OPTIONS = [
     (path.parent.name, path.stem)
     for g in GROUPS
     for path in sorted((CONFIGS / g).iterdir())
-    # tests/test_generate.py runs those of `generate`.
-    if not path.stem.startswith("generate_")
+    # tests/test_generate_app.py and tests/test_bench_app.py run those of their apps.
+    if not path.stem.startswith("generate_") and "For bench." not in path.read_text()
 ]
 GPUS = [option for group, option in OPTIONS if group == "gpu"]
 
