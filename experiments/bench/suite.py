@@ -33,6 +33,11 @@ SHOWN = {
 }
 TEST_SECONDS = 120.0
 """For the tests that need a GPU; what isn't done by then has hung."""
+TEST_OPTIONS = (
+    *("-q", "-x", "-m", "gpu", "-p", "no:cacheprovider"),
+    # Those in pyproject.toml ask for plugins that may not be here.
+    *("-o", "addopts=--import-mode=importlib"),
+)
 MORE_SIZES = (
     ("decode", "block_size", (1, 8, 32, 64, 128, 256)),
     ("prefill", "cached_len", (4096, 7168)),
@@ -121,9 +126,7 @@ def run_tests() -> bool:
         log.warning("pytest is not installed: only answers that are timed are checked")
         return True
     files = sorted(str(path) for path in (REPOSITORY / "tests").glob("test_kernel_*.py"))
-    # The options in pyproject.toml ask for plugins that may not be here.
-    options = ["-q", "-x", "-m", "gpu", "-o", "addopts=--import-mode=importlib"]
-    command = [sys.executable, "-m", "pytest", *options, "-p", "no:cacheprovider", *files]
+    command = [sys.executable, "-m", "pytest", *TEST_OPTIONS, *files]
     try:
         return subprocess.run(command, cwd=REPOSITORY, timeout=TEST_SECONDS).returncode == 0
     except subprocess.TimeoutExpired:
@@ -135,9 +138,11 @@ def make_report(root: Path) -> str:
     """Write the report if its libraries are installed; returns where it is, or what it takes."""
     try:
         from ..report import write_report
-    except ImportError as error:
+
+        return write_report(ResultsFolder(root)).splitlines()[-1]
+    except Exception as error:
+        # What was measured is in the rows, whatever is wrong with what draws it here.
         return f"rows: {root}\nno report: {error}; `python -m experiments.report DIR` makes it"
-    return write_report(ResultsFolder(root)).splitlines()[-1]
 
 
 def main() -> None:
@@ -159,8 +164,7 @@ def main() -> None:
         sys.exit(f"error: {error}")
     left = suite.run()
     rows = suite.folder.rows()
-    where = make_report(root)
-    print(f"\n{device_name(chosen)}\n\n{measured_table(rows)}\n\n{where}")
+    print(f"\n{device_name(chosen)}\n\n{measured_table(rows)}\n\n{make_report(root)}")
     if left:
         print(f"no time was left for {len(left)} points: {'; '.join(left)}")
     sys.exit(any(row["status"] in ("failed", "suspect") for row in rows))

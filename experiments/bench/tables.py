@@ -82,7 +82,8 @@ def predicted_table(rows: list[Row]) -> str:
     finished = [row for row in rows if row["status"] == "ok"]
     targets = {row["config"]["gpu"]["name"]: row["notes"]["target"] for row in finished}
     gpus = sorted(targets, key=lambda gpu: _natural(targets[gpu]))
-    times, code = [], []
+    times: list[list[str]] = []
+    code: dict[tuple[str, ...], list[str]] = {}
     for label, group in _groups(finished):
         by_gpu = {row["config"]["gpu"]["name"]: row["metrics"] for row in group}
         first = group[0]["metrics"]
@@ -96,12 +97,12 @@ def predicted_table(rows: list[Row]) -> str:
                 *(_microseconds(by_gpu.get(gpu)) for gpu in gpus),
             ]
         )
-        code.append([label, *(_machine_code(by_gpu.get(gpu)) for gpu in gpus)])
+        cells = tuple(_machine_code(by_gpu.get(gpu)) for gpu in gpus)
+        code.setdefault(cells, []).append(label)
     heads = ["operation", "MB", "GFLOP", "touched / needed", *(f"{gpu}, us" for gpu in gpus)]
-    targets_used = [targets[gpu] for gpu in gpus]
-    return "\n\n".join(
-        [markdown(heads, times), markdown(["operation", *targets_used], code), *_problems(rows)]
-    )
+    code_heads = ["operation", *(targets[gpu] for gpu in gpus)]
+    code_lines = [[", ".join(labels), *cells] for cells, labels in code.items()]
+    return "\n\n".join([markdown(heads, times), markdown(code_heads, code_lines), *_problems(rows)])
 
 
 def _microseconds(metrics: dict | None) -> str:

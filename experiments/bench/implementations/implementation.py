@@ -36,7 +36,7 @@ class Implementation:
         """Raise AbsentError unless it is installed and offers this kind of operation."""
         if kind not in self.prepares:
             raise AbsentError(f"{self.name} has no {kind}")
-        if self.requires and importlib.util.find_spec(self.requires) is None:
+        if self.requires and not _is_installed(self.requires):
             raise AbsentError(f"{self.name}: {self.requires} is not installed")
 
     def prepare(self, operation: Operation) -> Call:
@@ -52,3 +52,11 @@ class Implementation:
             return version(self.distribution or self.requires)
         except PackageNotFoundError:
             return "unknown"
+
+
+def _is_installed(module: str) -> bool:
+    """A stand-in that another library registered under that name has no spec, and is none."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ValueError:
+        return False

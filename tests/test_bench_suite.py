@@ -1,0 +1,262 @@
+"""The one command for a new GPU: rehearsed where nothing but torch and Triton is installed."""
+
+import dataclasses
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from experiments.bench import suite
+from experiments.bench.config import DeviceName
+from experiments.bench.implementations import NAMES, find_implementation
+from experiments.bench.operations import operation_of
+from experiments.bench.shapes import SHAPES
+from experiments.bench.tables import markdown, measured_table, predicted_table
+from experiments.ranges import InputError
+from experiments.results import Measurement, ResultsFolder, Row
+
+ROOT = Path(__file__).resolve().parent.parent
+OPTIONAL = ("hydra", "omegaconf", "pandas", "matplotlib", "pytest", "hypothesis", "tqdm")
+
+
+def run_suite(*arguments: str, without: tuple[str, ...] = ()) -> subprocess.CompletedProcess:
+    """`python -m experiments.bench.suite` on a machine that lacks some packages."""
+    code = (
+        "import sys, runpy\n"
+        f"sys.modules.update(dict.fromkeys({without!r}))\n"
+        "runpy.run_module('experiments.bench.suite', run_name='__main__')"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+
+
+def rows_in(folder: Path) -> dict[tuple[str, str], Row]:
+    rows = [json.loads(path.read_text()) for path in (folder / "rows").iterdir()]
+    return {(row["swept"]["operation"], row["swept"]["implementation"]): row for row in rows}
+
+
+@pytest.mark.slow
+def test_the_whole_set_is_rehearsed_with_torch_and_triton_alone(tmp_path: Path) -> None:
+    """Every point that a first GPU will see, by the code that it will see; no typo is left."""
+    run = run_suite("--device=rehearsal", "--budget-s=3000", f"--dir={tmp_path}", without=OPTIONAL)
+    assert run.returncode == 0, run.stdout + run.stderr
+    rows = rows_in(tmp_path)
+    points = list(suite.points())
+    assert set(rows) == {(point.label, point.implementation) for point in points}
+    for name in ("flashinfer", "vllm", "flash_attn"):
+        statuses = {row["status"] for (_, by), row in rows.items() if by == name}
+        assert statuses == {"absent"}
+    here = [r for (_, by), r in rows.items() if by in ("prefixlab", "torch_ops", "host")]
+    assert {row["status"] for row in here} == {"ok"}
+    assert all(row["metrics"]["p50_us"] > 0 for row in here)
+    assert "pytest is not installed" in run.stdout
+    assert "no report: " in run.stdout
+    assert "| decode " in run.stdout
+    assert "absent: flash_attn: flash_attn is not installed" in run.stdout
+    # The report is made where its libraries are.
+    made = subprocess.run(
+        [sys.executable, "-m", "experiments.report", str(tmp_path)], cwd=ROOT, capture_output=True
+    )
+    assert made.returncode == 0
+    assert "Rehearsal: its times mean nothing" in (tmp_path / "report.html").read_text()
+
+
+def test_it_needs_a_gpu() -> None:
+    run = run_suite()
+    assert run.returncode == 1
+    assert "error: device=cuda: there is no GPU here" in run.stderr
+    assert "Traceback" not in run.stderr
+
+
+def test_the_set_covers_every_operation_and_all_that_offers_it() -> None:
+    """This project's kernels come first, what compiles for long last."""
+    points = list(suite.points())
+    assert len({(p.label, p.implementation) for p in points}) == len(points)
+    for label, shape in SHAPES.items():
+        kind = operation_of(shape).kind
+        offering = {name for name in NAMES if kind in find_implementation(name).prepares}
+        assert offering == {p.implementation for p in points if p.label == label}
+    order = [point.implementation for point in points]
+    assert set(order[: order.index("flash_attn")]) == {"prefixlab"}
+    assert order[-1] == "flex_attention"
+
+
+class FakeBench:
+    """Measures nothing: what `outcomes` says of a point happens, else a figure."""
+
+    def __init__(self, outcomes: dict[str, object]) -> None:
+        self.outcomes = outcomes
+        self.seen: list[str] = []
+
+    def measure(self, config: object) -> Measurement:
+        name = f"{config.operation.name} by {config.implementation}"
+        self.seen.append(name)
+        outcome = self.outcomes.get(name, Measurement({"p50_us": 1.0, "p20_us": 1, "p80_us": 1}))
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+
+def main_with(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, outcomes: dict[str, object], *arguments: str
+) -> int:
+    """The exit status of the suite with a bench that is a fake."""
+    monkeypatch.setattr(suite, "Bench", lambda chosen: FakeBench(outcomes))
+    monkeypatch.setattr(suite, "choose_device", lambda wanted: DeviceName.rehearsal)
+    monkeypatch.setattr(sys, "argv", ["suite", f"--dir={folder}", *arguments])
+    handlers, level = list(logging.root.handlers), logging.root.level
+    with pytest.raises(SystemExit) as end:
+        suite.main()
+    logging.root.handlers[:], logging.root.level = handlers, level
+    return int(end.value.code) if not isinstance(end.value.code, str) else 1
+
+
+def test_a_failed_or_suspect_point_fails_the_run_and_the_rest_goes_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    figures = {"p50_us": 2.0, "p20_us": 1.0, "p80_us": 3.0}
+    outcomes = {
+        "decode by prefixlab": RuntimeError("illegal memory access"),
+        "prefill by prefixlab": Measurement(figures, suspect="5 TB/s is above the peak"),
+    }
+    for index, (name, outcome) in enumerate(outcomes.items()):
+        folder = tmp_path / str(index)
+        assert main_with(monkeypatch, folder, {name: outcome}, "--no-tests") == 1
+        assert len(rows_in(folder)) == len(list(suite.points()))
+    printed = capsys.readouterr().out
+    assert "failed: decode by prefixlab: RuntimeError: illegal memory access" in printed
+    assert "suspect: prefill by prefixlab: 5 TB/s is above the peak" in printed
+    assert "2.0! " in printed
+    assert main_with(monkeypatch, tmp_path / "ok", {}, "--no-tests") == 0
+
+
+def test_what_there_is_no_time_for_is_said(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    assert main_with(monkeypatch, tmp_path, {}, "--no-tests", "--budget-s=0") == 0
+    number = len(list(suite.points()))
+    printed = capsys.readouterr().out
+    assert f"no time was left for {number} points: decode by prefixlab; decode_single" in printed
+
+
+def test_nothing_is_timed_where_the_kernels_are_wrong(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Correctness comes first; a hanging test counts as a wrong kernel."""
+
+    def hang(command: list[str], **options: object) -> None:
+        raise subprocess.TimeoutExpired(command, suite.TEST_SECONDS)
+
+    for replacement in (lambda *a, **k: subprocess.CompletedProcess([], 1), hang):
+        monkeypatch.setattr(suite.subprocess, "run", replacement)
+        assert main_with(monkeypatch, tmp_path / "out", {}) == 1
+        assert not (tmp_path / "out").exists()
+
+
+def test_the_tests_that_need_a_gpu_are_collected_without_this_project_s_plugins() -> None:
+    """As `run_tests` calls pytest, but with plugins absent and collecting only."""
+    files = sorted(str(path) for path in (ROOT / "tests").glob("test_kernel_*.py"))
+    plugins = ["benchmark", "xdist", "timeout", "hypothesispytest", "randomly"]
+    options = [item for name in plugins for item in ("-p", f"no:{name}")]
+    command = [sys.executable, "-m", "pytest", *suite.TEST_OPTIONS, *options, "--collect-only"]
+    run = subprocess.run([*command, *files], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "test_captured_at_one_length_replays_at_another" in run.stdout
+
+
+def test_a_folder_with_other_results_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(InputError, match="is not empty and holds no sweep"):
+        suite.Suite(tmp_path, DeviceName.rehearsal, 1.0)
+
+
+def test_the_points_do_not_depend_on_a_data_sheet(tmp_path: Path) -> None:
+    made = suite.Suite(tmp_path, DeviceName.rehearsal, 1.0)
+    made.bench = FakeBench({})
+    row = made._measure(suite.Point("decode", SHAPES["decode"], "prefixlab"))
+    assert "gpu" not in row["config"]
+    assert row["config"]["operation"] == dataclasses.asdict(SHAPES["decode"])
+    assert ResultsFolder(tmp_path).manifest()["app"] == "bench"
+
+
+# ---- tables
+
+
+def row(operation: str, by: str, status: str = "ok", message: str = "", **metrics: float) -> Row:
+    times = {"p20_us": 9.0, "p50_us": 10.0, "p80_us": 11.0}
+    return {
+        "swept": {"operation": operation, "implementation": by},
+        "status": status,
+        "message": message,
+        "metrics": {**times, **metrics} if status in ("ok", "suspect") else {},
+        "config": {"operation": {"name": operation.split()[0]}, "implementation": by},
+        "notes": {},
+    }
+
+
+def test_the_measured_table() -> None:
+    ceilings = {"copy_gb_per_s": 4000.0, "matrix_tflop_per_s": 780.0, "empty_call_us": 2.5}
+    rows = [
+        row("copy_blocks", "prefixlab", achieved_gb_per_s=3000.0, share_of_limit=0.75),
+        row("decode", "torch_ops", p50_us=25.0),
+        row("decode block_size=128", "prefixlab"),
+        row("decode block_size=8", "prefixlab"),
+        row("decode", "prefixlab", launch_bound=1, **ceilings),
+        row("prefill", "vllm", "absent", "vllm: vllm is not installed"),
+        row("decode", "vllm", "absent", "vllm: vllm is not installed"),
+        row("decode", "flashinfer", "failed", "RuntimeError: boom"),
+    ]
+    text = measured_table(rows)
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
+    assert lines[0] == [
+        "operation",
+        "by",
+        "p50 us",
+        "p20 to p80",
+        "GB/s",
+        "TFLOP/s",
+        "of limit",
+        "x ours",
+    ]
+    assert lines[2] == ["decode", "prefixlab", "10.0~", "9.0 to 11.0", "", "", "", "1.00"]
+    assert lines[3][:3] == ["decode", "torch_ops", "25.0"]
+    assert lines[3][-1] == "2.50"
+    assert [line[0] for line in lines[4:6]] == ["decode block_size=8", "decode block_size=128"]
+    assert lines[6][4:] == ["3,000", "", "75%", "1.00"]
+    assert "failed: decode by flashinfer: RuntimeError: boom" in text
+    assert text.count("vllm is not installed") == 1
+    assert "copy 4,000 GB/s, matrix products 780 TFLOP/s, an empty call 2.5 us" in text
+
+
+def test_the_predicted_table_joins_what_compiles_to_the_same() -> None:
+    code = {"registers": 28, "shared_bytes": 0, "spilled_bytes": 0, "fits": 1, "flops": 0}
+    rows = []
+    for gpu, target, us in (("b200", "sm_100", 1.0), ("h100", "sm_90", 2.0)):
+        for operation in ("copy_blocks", "gather_blocks", "decode"):
+            made = row(operation, "prefixlab", predicted_us=us, needed_bytes=10**6, **code)
+            made["config"]["gpu"] = {"name": gpu}
+            made["notes"] = {"target": target}
+            made["swept"] = {"operation": operation, "gpu": gpu}
+            rows.append(made)
+    rows[-1]["metrics"] |= {"registers": 234, "shared_bytes": 39168, "instructions_per_token": 23.1}
+    rows[-1]["metrics"] |= {"spilled_bytes": 16, "fits": 0, "touched_over_needed": 1.008}
+    times, machine_code = predicted_table(rows).split("\n\n")
+    assert "h100, us | b200, us" in times, "by target"
+    assert len(times.splitlines()) == 2 + 3
+    assert "copy_blocks, gather_blocks |" in machine_code
+    assert "234 regs, 38.2 K, 23.1 instr, 16 B spilled, too large" in machine_code
+    assert len(machine_code.splitlines()) == 2 + 2
+
+
+def test_markdown_aligns_names_left_and_numbers_right() -> None:
+    assert markdown(["operation", "us"], [["a", "1,000"], ["bb", "2"]]).splitlines() == [
+        "| operation |    us |",
+        "| :-------- | ----: |",
+        "| a         | 1,000 |",
+        "| bb        |     2 |",
+    ]
