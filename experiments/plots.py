@@ -369,8 +369,15 @@ def _plot_levels(
         axis.errorbar(at, values, [values - low, high - values], capsize=2, **style)
     else:
         axis.plot(at, values, linestyle="-", **style)
-    rotation = 45 if len(levels) > 8 else 0
-    axis.set_xticks(range(len(levels)), [_label(level) for level in levels], rotation=rotation)
+    _name_levels(axis, levels)
+
+
+def _name_levels(axis: Axes, levels: list) -> None:
+    """Write the values of a swept key along x, aslant where they would run into each other."""
+    labels = [_label(level) for level in levels]
+    are_long = len(labels) > 8 or len(labels) * max(map(len, labels)) > 48
+    style = {"rotation": 45, "ha": "right", "rotation_mode": "anchor"} if are_long else {}
+    axis.set_xticks(range(len(labels)), labels, **style)
 
 
 def _draw_heat_map(
@@ -384,7 +391,7 @@ def _draw_heat_map(
     axis.set_facecolor("#eeeeee")
     image = axis.imshow(grid, aspect="auto", cmap="viridis", norm=norm)
     axis.figure.colorbar(image, ax=axis)
-    axis.set_xticks(range(len(columns)), [_label(level) for level in columns])
+    _name_levels(axis, columns)
     axis.set_yticks(range(len(lines)), [_label(level) for level in lines])
     axis.set_xlabel(x)
     axis.set_ylabel(y)
