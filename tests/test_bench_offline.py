@@ -1,8 +1,10 @@
 """What is said of a kernel without a GPU: compiled elsewhere, metered here, predicted from both."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
+from hydra import compose, initialize_config_dir
 
 from experiments.bench.compiling import compile_elsewhere
 from experiments.bench.config import (
@@ -24,15 +26,18 @@ from experiments.bench.config import (
 )
 from experiments.bench.implementations.prefixlab import launched_splits
 from experiments.bench.metering import meter
-from experiments.bench.offline import report
+from experiments.bench.offline import predicted_figures, report
 from experiments.bench.operations import OPERATIONS, operation_of
 from experiments.bench.operations.attention import lengths, split_bytes
+from experiments.bench.schema import register
 from experiments.bench.shapes import SHAPES
+from experiments.config import to_object
 from experiments.gpu import GpuConfig
 from experiments.results import AbsentError
 from kernels.launch import TARGETS, num_kv_splits
 from kernels.testing import attention_inputs, traffic_meter
 
+ROOT = Path(__file__).resolve().parent.parent
 GPU = GpuConfig("g", "sm_90", 100e12, 10e12, 1e9, 1e12, 1e10, 1e10)
 
 
@@ -237,3 +242,38 @@ def test_what_a_target_cannot_do_is_absent() -> None:
     shape = DecodeConfig("d", cache_dtype=CacheDtype.fp8e4m3)
     with pytest.raises(AbsentError, match="sm_80 does not support fp8e4m3"):
         report(BenchConfig(shape, gpu=gpu))
+
+
+# ---- the README's table
+
+
+def readme_table() -> list[dict[str, str]]:
+    """The lines of the README's table of predictions, by its heads."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    start = text.index("| operation          |    MB |")
+    lines = text[start : text.index("\n\n", start)].splitlines()
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    return [dict(zip(cells[0], line, strict=True)) for line in cells[2:]]
+
+
+def test_the_readme_s_predictions_are_the_code_s() -> None:
+    """`make bench-offline` prints the table to put there."""
+    register()
+    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+        names = [head.removesuffix(", us") for head in readme_table()[0] if head.endswith(", us")]
+        gpus = {name: to_object(compose("bench", [f"gpu={name}"])).gpu for name in names}
+    assert {gpu.target for gpu in gpus.values()} == set(TARGETS)
+    table = {line["operation"]: line for line in readme_table()}
+    assert list(table) == list(SHAPES)
+    for name, shape in SHAPES.items():
+        cost, ratio = operation_of(shape).cost(shape), meter(shape).ratio
+        line = table[name]
+        assert line["MB"] == f"{cost.bytes_moved / 1e6:,.4g}"
+        assert line["GFLOP"] == (f"{cost.flops / 1e9:,.4g}" if cost.flops else "")
+        assert line["touched / needed"] == f"{ratio:.3f}"
+        for gpu in gpus.values():
+            touched = ratio * cost.bytes_moved
+            if isinstance(shape, DecodeConfig | PrefillConfig):
+                touched += split_bytes(shape, launched_splits(shape, TARGETS[gpu.target]))
+            us = predicted_figures(cost, touched, gpu, Dtype.bf16)["predicted_us"]
+            assert line[f"{gpu.name}, us"] == f"{us:,.4g}"

@@ -27,6 +27,7 @@ SMALLER = {
     "block_size_hit_rate": ["cache.block_size=512,1024"],
     "generate_shared_document": ["prompts.document_tokens=100", "prompts.tokens_between=40"],
     "prompts=random": ["prompts.num_requests=2"],
+    "decode_block_size": ["operation.block_size=8,128", "implementation=prefixlab,vllm"],
     "experiments.generate": ["model.name=tiny_llama", "sampling.max_tokens=2"],
 }
 
