@@ -60,7 +60,7 @@ def paged_attention(
         blocks = block_tables[seq, : -(-seq_len // block_size)].long()
         keys, values = (
             repeat(
-                _dequantized(cache[blocks], cache_scale, query.dtype),
+                _dequantized(_taken(cache, blocks), cache_scale, query.dtype),
                 "blocks slot h d -> (blocks slot) (h group) d",
                 group=num_heads // num_kv_heads,
             )[:seq_len]
@@ -207,6 +207,11 @@ def scatter_blocks(
     """Copy contiguous blocks into each cache, in place."""
     ids = torch.as_tensor(block_ids, dtype=torch.long)
     swap_blocks(blocks, caches, torch.stack([torch.arange(len(ids)), ids], dim=1))
+
+
+def _taken(cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+    """cache[blocks], also of a dtype that can't be indexed everywhere."""
+    return _as_integers(cache)[blocks].view(cache.dtype)
 
 
 def _as_integers(tensor: torch.Tensor) -> torch.Tensor:

@@ -32,7 +32,8 @@ def poison_(tensor: torch.Tensor) -> torch.Tensor:
     """Fill `tensor` in place with NaN, or with SENTINEL (its low byte where it is unsigned)."""
     if tensor.dtype.is_floating_point:
         # Filling an fp8 tensor goes through a cast that some torch versions lack.
-        return tensor.copy_(torch.full((), float("nan")).to(tensor.dtype))
+        nan = torch.full((), float("nan"), device=tensor.device)
+        return tensor.copy_(nan.to(tensor.dtype))
     return tensor.fill_(SENTINEL if tensor.dtype.is_signed else SENTINEL % 256)
 
 

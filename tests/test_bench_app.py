@@ -324,3 +324,22 @@ def test_memory_that_is_too_small_is_no_failure(
     assert launch("implementation=fake", "device=rehearsal", *TINY, "hydra.run.dir=out") == 0
     (row,) = rows_of(tmp_path / "out")
     assert (row["status"], row["message"]) == ("absent", "out of memory: CUDA out of memory")
+
+
+def test_a_device_that_no_longer_answers_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after an illegal access: each later call of the process raises, whatever it is."""
+    import torch
+
+    assert not measuring.Bench(DeviceName.rehearsal).is_lost()
+    bench = measuring.Bench(DeviceName.cuda)
+    asked = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: asked.append("wait"))
+    monkeypatch.setattr(torch, "ones", lambda *a, **k: torch.zeros(1))
+    assert not bench.is_lost()
+    assert asked == ["wait"]
+
+    def illegal() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", illegal)
+    assert bench.is_lost()

@@ -90,7 +90,10 @@ def test_what_was_written_last_may_still_be_in_the_cache() -> None:
     cost = Cost(10**6, 3 * 10**6)
     assert "4000 GB/s" in measured(cost, 1e-6)[1]
     assert "3000 GB/s" in measured(cost, 1e-6, l2_bytes=10**6)[1]
-    assert measured(cost, 1e-6, l2_bytes=2 * 10**6)[1] == ""
+    metrics, suspect = measured(cost, 1e-6, l2_bytes=2 * 10**6)
+    assert suspect == ""
+    assert metrics["share_of_limit"] == pytest.approx(2 / 2.2), "nor is it held against the limit"
+    assert metrics["achieved_gb_per_s"] == pytest.approx(4000)
 
 
 def test_a_call_that_takes_little_longer_than_a_launch_is_marked() -> None:

@@ -101,6 +101,9 @@ class FakeBench:
             raise outcome
         return outcome
 
+    def is_lost(self) -> bool:
+        return False
+
 
 def main_with(
     monkeypatch: pytest.MonkeyPatch, folder: Path, outcomes: dict[str, object], *arguments: str
@@ -144,18 +147,63 @@ def test_what_there_is_no_time_for_is_said(
     assert f"no time was left for {number} points: decode by prefixlab; decode_single" in printed
 
 
-def test_nothing_is_timed_where_the_kernels_are_wrong(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_where_a_kernel_is_wrong_the_run_has_failed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    """Correctness comes first; a hanging test counts as a wrong kernel."""
+    """A hanging test counts as a wrong kernel. Points are measured: each is checked by itself."""
 
     def hang(command: list[str], **options: object) -> None:
-        raise subprocess.TimeoutExpired(command, suite.TEST_SECONDS)
+        raise subprocess.TimeoutExpired(command, suite.TEST_S)
 
-    for replacement in (lambda *a, **k: subprocess.CompletedProcess([], 1), hang):
-        monkeypatch.setattr(suite.subprocess, "run", replacement)
-        assert main_with(monkeypatch, tmp_path / "out", {}) == 1
-        assert not (tmp_path / "out").exists()
+    for index, run in enumerate((lambda *a, **k: subprocess.CompletedProcess([], 1), hang)):
+        monkeypatch.setattr(suite.subprocess, "run", run)
+        assert main_with(monkeypatch, tmp_path / str(index), {}) == 1
+        assert "TESTS FAILED" in capsys.readouterr().out
+        assert len(rows_in(tmp_path / str(index))) == len(list(suite.points()))
+    monkeypatch.setattr(suite.subprocess, "run", lambda *a, **k: subprocess.CompletedProcess([], 0))
+    assert main_with(monkeypatch, tmp_path / "passed", {}) == 0
+
+
+def test_a_lost_gpu_ends_the_run_with_what_was_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """After an illegal access every later call in the process would fail, too."""
+    message = "CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be"
+    outcomes = {"prefill by prefixlab": RuntimeError(message)}
+    monkeypatch.setattr(FakeBench, "is_lost", lambda self: True)
+    assert main_with(monkeypatch, tmp_path, outcomes, "--no-tests") == 1
+    number = [f"{p.label} by {p.implementation}" for p in suite.points()].index(
+        "prefill by prefixlab"
+    )
+    assert len(rows_in(tmp_path)) == number + 1
+    printed = capsys.readouterr().out
+    assert "the GPU is lost to this process, and with it" in printed
+    assert "illegal memory access was encountered\n" in printed
+    assert "kernel errors might be" not in printed.split("| operation")[0].split("failed: ")[1]
+
+
+def test_a_point_that_hangs_is_given_up(tmp_path: Path) -> None:
+    """In a process of its own, which would never end: the table is printed, and its rows stay."""
+    code = (
+        "import sys, time\n"
+        "from experiments.bench import suite\n"
+        "from experiments.results import Measurement\n"
+        "class Hanging:\n"
+        "    def __init__(self, chosen): self.calls = 0\n"
+        "    def measure(self, config):\n"
+        "        self.calls += 1\n"
+        "        time.sleep(1e6 * (self.calls > 2))\n"
+        "        return Measurement({'p20_us': 1.0, 'p50_us': 2.0, 'p80_us': 3.0})\n"
+        "suite.Bench, suite.REPORT_S, suite.HUNG_S = Hanging, 0.0, 1.0\n"
+        "suite.main()"
+    )
+    arguments = ["--device=rehearsal", "--no-tests", f"--dir={tmp_path}", "--budget-s=15"]
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", code, *arguments]
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert run.returncode == 1
+    assert "decode_fp8 by prefixlab does not end: given up" in run.stdout
+    assert len(rows_in(tmp_path)) == 2
 
 
 def test_the_tests_that_need_a_gpu_are_collected_without_this_project_s_plugins() -> None:
@@ -172,11 +220,11 @@ def test_the_tests_that_need_a_gpu_are_collected_without_this_project_s_plugins(
 def test_a_folder_with_other_results_is_refused(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(InputError, match="is not empty and holds no sweep"):
-        suite.Suite(tmp_path, DeviceName.rehearsal, 1.0)
+        suite.Suite(tmp_path, DeviceName.rehearsal, 0.0)
 
 
 def test_the_points_do_not_depend_on_a_data_sheet(tmp_path: Path) -> None:
-    made = suite.Suite(tmp_path, DeviceName.rehearsal, 1.0)
+    made = suite.Suite(tmp_path, DeviceName.rehearsal, 0.0)
     made.bench = FakeBench({})
     row = made._measure(suite.Point("decode", SHAPES["decode"], "prefixlab"))
     assert "gpu" not in row["config"]
@@ -203,7 +251,7 @@ def test_the_measured_table() -> None:
     ceilings = {"copy_gb_per_s": 4000.0, "matrix_tflop_per_s": 780.0, "empty_call_us": 2.5}
     rows = [
         row("copy_blocks", "prefixlab", achieved_gb_per_s=3000.0, share_of_limit=0.75),
-        row("decode", "torch_ops", p50_us=25.0),
+        row("decode", "torch_ops", p50_us=25.0) | {"notes": {"clock": "stream"}},
         row("decode block_size=128", "prefixlab"),
         row("decode block_size=8", "prefixlab"),
         row("decode", "prefixlab", launch_bound=1, **ceilings),
@@ -212,25 +260,24 @@ def test_the_measured_table() -> None:
         row("decode", "flashinfer", "failed", "RuntimeError: boom"),
     ]
     text = measured_table(rows)
-    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
-    assert lines[0] == [
-        "operation",
-        "by",
-        "p50 us",
-        "p20 to p80",
-        "GB/s",
-        "TFLOP/s",
-        "of limit",
-        "x ours",
-    ]
+    problems, table, absent, ceilings = text.split("\n\n")
+    assert problems == "failed: decode by flashinfer: RuntimeError: boom"
+    assert absent == "absent: vllm: vllm is not installed"
+    assert "copy 4,000 GB/s, matrix products 780 TFLOP/s, an empty call 2.5 us" in ceilings
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
+    heads = ["operation", "by", "p50 us", "p20 to p80", "GB/s", "TFLOP/s", "of limit", "x ours"]
+    assert lines[0] == heads
     assert lines[2] == ["decode", "prefixlab", "10.0~", "9.0 to 11.0", "", "", "", "1.00"]
-    assert lines[3][:3] == ["decode", "torch_ops", "25.0"]
+    assert lines[3][:3] == ["decode", "torch_ops", "25.0*"]
     assert lines[3][-1] == "2.50"
     assert [line[0] for line in lines[4:6]] == ["decode block_size=8", "decode block_size=128"]
     assert lines[6][4:] == ["3,000", "", "75%", "1.00"]
-    assert "failed: decode by flashinfer: RuntimeError: boom" in text
-    assert text.count("vllm is not installed") == 1
-    assert "copy 4,000 GB/s, matrix products 780 TFLOP/s, an empty call 2.5 us" in text
+
+
+def test_a_table_says_what_its_figures_are() -> None:
+    rehearsed = row("decode", "prefixlab")
+    rehearsed["notes"] = {"kind": "rehearsal: its times mean nothing"}
+    assert measured_table([rehearsed]).startswith("Rehearsal: its times mean nothing.\n\n|")
 
 
 def test_the_predicted_table_joins_what_compiles_to_the_same() -> None:

@@ -16,14 +16,16 @@ def figures(
     """(metrics of a row, why they can't be right or nothing).
 
     The limit is the time that the operation's bytes take at the measured rate of memory (or of the
-    bus to the host), or its FLOPs at that of matrix products, whichever is longer.
+    bus to the host), or its FLOPs at that of matrix products, whichever is longer. Bytes that may
+    still lie in the L2 cache when the call ends, `l2_bytes` of those written, don't count for it.
     """
     link_rate = {
         "memory": ceilings.memory_bytes_per_s,
         "to_host": ceilings.to_host_bytes_per_s,
         "from_host": ceilings.from_host_bytes_per_s,
     }[cost.link]
-    limit_s = max(cost.bytes_moved / link_rate, cost.flops / ceilings.matrix_flops_per_s)
+    moved = _surely_moved(cost, l2_bytes)
+    limit_s = max(moved / link_rate, cost.flops / ceilings.matrix_flops_per_s)
     metrics = {
         **host_figures(cost, timing),
         # Bytes and FLOPs counted from the shapes, whatever the implementation really does.
@@ -38,7 +40,14 @@ def figures(
         "matrix_tflop_per_s": ceilings.matrix_flops_per_s / 1e12,
         "empty_call_us": ceilings.empty_call_s * 1e6,
     }
-    return metrics, _suspicion(cost, timing, ceilings, link_rate, l2_bytes)
+    return metrics, _suspicion(cost, moved, timing, ceilings, link_rate)
+
+
+def _surely_moved(cost: Cost, l2_bytes: int) -> int:
+    """The bytes that have passed through the link when a call ends."""
+    if cost.link != "memory":
+        return cost.bytes_moved
+    return cost.bytes_read + max(0, cost.bytes_written - l2_bytes)
 
 
 def host_figures(cost: Cost, timing: Timing) -> dict[str, float | int]:
@@ -58,14 +67,8 @@ def host_figures(cost: Cost, timing: Timing) -> dict[str, float | int]:
     return metrics
 
 
-def _suspicion(
-    cost: Cost, timing: Timing, ceilings: Ceilings, link_rate: float, l2_bytes: int
-) -> str:
+def _suspicion(cost: Cost, moved: int, timing: Timing, ceilings: Ceilings, link_rate: float) -> str:
     """Say which rate lies above the device's peak, so that bytes or FLOPs were counted wrong."""
-    moved = cost.bytes_moved
-    if cost.link == "memory":
-        # What was written last may still be in the L2 cache when the call ends.
-        moved = cost.bytes_read + max(0, cost.bytes_written - l2_bytes)
     for what, achieved, peak, unit in (
         ("bytes", moved / timing.p50_s / 1e9, link_rate / 1e9, "GB/s"),
         (

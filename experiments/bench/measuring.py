@@ -93,6 +93,19 @@ class Bench:
             torch.cuda.empty_cache()
             raise AbsentError(f"out of memory: {str(error).split('. ')[0]}") from None
 
+    def is_lost(self) -> bool:
+        """Whether the device has ceased to answer this process, as after an illegal access."""
+        import torch
+
+        if self.device.type == "cpu":
+            return False
+        try:
+            torch.cuda.synchronize()
+            torch.ones(1, device=self.device).item()
+        except RuntimeError:
+            return True
+        return False
+
     def _measure(self, config: PointConfig) -> Measurement:
         from kernels.launch import target_of
 
@@ -105,6 +118,8 @@ class Bench:
         shape, timing = config.operation, config.timing
         if self.chosen is DeviceName.rehearsal:
             shape, timing = operation_of(shape).reduced(shape), REHEARSED
+        # Before the inputs: both take memory.
+        ceilings = None if implementation.on_host else self._measure_ceilings(shape, timing)
         operation = self._inputs(shape, config.seed)
         call = implementation.prepare(operation)
         operation.poison()
@@ -114,10 +129,9 @@ class Bench:
         if self.chosen is not DeviceName.rehearsal:
             notes = {"kind": "measured"}
         notes["version"] = implementation.version()
-        if implementation.on_host:
+        if ceilings is None:
             timed = time_call(call, HostClock(), timing)
             return Measurement(host_figures(cost, timed), notes=notes | {"clock": timed.method})
-        ceilings = self._measure_ceilings(shape, timing)
         timed = time_call(call, self._device_clock(), timing)
         target = target_of(self.device)
         notes |= {"clock": timed.method, "target": target.name, "backend": target.backend}

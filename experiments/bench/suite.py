@@ -11,8 +11,10 @@ import argparse
 import dataclasses
 import importlib.util
 import logging
+import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,10 +33,16 @@ SHOWN = {
     "rank_by": "share_of_limit",
     "columns": ["p50_us", "achieved_gb_per_s", "achieved_tflop_per_s", "share_of_limit"],
 }
-TEST_SECONDS = 120.0
+BUDGET_S = 330.0
+"""For everything: six minutes, less the start of Python and what the last point takes too long."""
+REPORT_S = 30.0
+"""Of the budget, for the table and the report."""
+HUNG_S = 60.0
+"""What a point may take longer than the budget before the run is given up."""
+TEST_S = 120.0
 """For the tests that need a GPU; what isn't done by then has hung."""
 TEST_OPTIONS = (
-    *("-q", "-x", "-m", "gpu", "-p", "no:cacheprovider"),
+    *("-q", "--maxfail=5", "-m", "gpu", "-p", "no:cacheprovider"),
     # Those in pyproject.toml ask for plugins that may not be here.
     *("-o", "addopts=--import-mode=importlib"),
 )
@@ -78,12 +86,18 @@ def points() -> Iterator[Point]:
 class Suite:
     """The fixed set, measured into one results folder."""
 
-    def __init__(self, root: Path, chosen: DeviceName, budget_s: float) -> None:
-        """Claims the folder. Raises InputError where it holds other results."""
+    def __init__(self, root: Path, chosen: DeviceName, end_s: float) -> None:
+        """Claims the folder; no point is begun after `end_s`, a value of time.monotonic().
+
+        Raises InputError where the folder holds other results.
+        """
         self.folder = ResultsFolder(root)
         self.chosen = chosen
-        self.end_s = time.monotonic() + budget_s
+        self.end_s = end_s
         self.bench = Bench(chosen)
+        # A device that is lost later on can't be asked any more.
+        self.device_name = device_name(chosen)
+        self.running = "no point"
         self.folder.claim(
             {
                 "app": "bench",
@@ -95,26 +109,45 @@ class Suite:
             }
         )
 
-    def run(self) -> list[str]:
-        """Measure what there is time for; returns the labels of what there wasn't."""
-        left = []
-        for point in points():
+    def run(self) -> str:
+        """Measure until the set, the time or the device comes to an end.
+
+        Returns which points were left, and why; empty if there are none.
+        """
+        every = list(points())
+        for index, point in enumerate(every):
             if time.monotonic() >= self.end_s:
-                left.append(f"{point.label} by {point.implementation}")
-                continue
+                return _left("no time was left for", every[index:])
+            self.running = f"{point.label} by {point.implementation}"
             row = self._measure(point)
             self.folder.write_row(row)
             p50_us = row["metrics"].get("p50_us")
             said = row["status"] if p50_us is None else f"{p50_us:,.1f} us"
-            log.info("%s by %s: %s", point.label, point.implementation, said)
-        return left
+            log.info("%s: %s", self.running, said)
+            if row["status"] == "failed" and self.bench.is_lost():
+                return _left("the GPU is lost to this process, and with it", every[index + 1 :])
+        return ""
 
     def _measure(self, point: Point) -> Row:
         config = PointConfig(point.shape, point.implementation, self.chosen)
         swept = {"operation": point.label, "implementation": point.implementation}
-        row = start_row(dataclasses.asdict(config), swept, None, device_name(self.chosen))
+        row = start_row(dataclasses.asdict(config), swept, None, self.device_name)
         finish_row(row, lambda: self.bench.measure(config))
         return row
+
+    def summary(self) -> str:
+        """The device and the table of what was measured so far."""
+        return f"\n{self.device_name}\n\n{measured_table(self.folder.rows())}\n"
+
+    def give_up(self) -> None:
+        """End the process, which hangs in a point, with what was measured before."""
+        print(f"{self.summary()}\n{self.running} does not end: given up", flush=True)
+        os._exit(1)
+
+
+def _left(why: str, left: list[Point]) -> str:
+    names = "; ".join(f"{point.label} by {point.implementation}" for point in left)
+    return f"{why} {len(left)} points: {names}"
 
 
 def run_tests() -> bool:
@@ -128,9 +161,9 @@ def run_tests() -> bool:
     files = sorted(str(path) for path in (REPOSITORY / "tests").glob("test_kernel_*.py"))
     command = [sys.executable, "-m", "pytest", *TEST_OPTIONS, *files]
     try:
-        return subprocess.run(command, cwd=REPOSITORY, timeout=TEST_SECONDS).returncode == 0
+        return subprocess.run(command, cwd=REPOSITORY, timeout=TEST_S).returncode == 0
     except subprocess.TimeoutExpired:
-        log.error("the tests did not end within %.0f s", TEST_SECONDS)
+        log.error("the tests did not end within %.0f s", TEST_S)
         return False
 
 
@@ -147,27 +180,36 @@ def make_report(root: Path) -> str:
 
 def main() -> None:
     """Run the tests and the set; exit with 1 where anything failed or can't be right."""
+    start_s = time.monotonic()
     parser = argparse.ArgumentParser(prog="python -m experiments.bench.suite", description=__doc__)
     parser.add_argument("--dir", type=Path, default=None, help="default: outputs/bench/<time>")
     parser.add_argument("--device", choices=["cuda", "rehearsal"], default="cuda")
-    parser.add_argument("--budget-s", type=float, default=210.0, help="seconds for all points")
+    parser.add_argument("--budget-s", type=float, default=BUDGET_S, help="seconds for everything")
     parser.add_argument("--no-tests", action="store_true", help="leave out the first step")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     root = arguments.dir or Path("outputs/bench", time.strftime("%Y-%m-%d_%H-%M-%S"))
     try:
         chosen = choose_device(DeviceName(arguments.device))
-        if not arguments.no_tests and not run_tests():
-            sys.exit("error: the kernels are not correct here, so nothing was timed")
-        suite = Suite(root, chosen, arguments.budget_s)
+        suite = Suite(root, chosen, start_s + arguments.budget_s - REPORT_S)
     except InputError as error:
         sys.exit(f"error: {error}")
+    correct = arguments.no_tests or run_tests()
+    watchdog = threading.Timer(
+        start_s + arguments.budget_s + HUNG_S - time.monotonic(), suite.give_up
+    )
+    watchdog.daemon = True
+    watchdog.start()
     left = suite.run()
-    rows = suite.folder.rows()
-    print(f"\n{device_name(chosen)}\n\n{measured_table(rows)}\n\n{make_report(root)}")
+    watchdog.cancel()
+    print(suite.summary())
+    print(make_report(root))
     if left:
-        print(f"no time was left for {len(left)} points: {'; '.join(left)}")
-    sys.exit(any(row["status"] in ("failed", "suspect") for row in rows))
+        print(left)
+    if not correct:
+        print("TESTS FAILED, see above: do not trust what was not checked by a row of its own")
+    bad = any(row["status"] in ("failed", "suspect") for row in suite.folder.rows())
+    sys.exit(int(bad or not correct))
 
 
 if __name__ == "__main__":

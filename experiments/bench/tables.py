@@ -15,10 +15,11 @@ from ..results import ResultsFolder, Row
 from .shapes import SHAPES
 
 NAMES = ("operation", "by")
+MESSAGE_LENGTH = 200
 
 
 def measured_table(rows: list[Row]) -> str:
-    """A line a measured point, operation by operation, and what is missing below it.
+    """What went wrong, then a line a measured point, operation by operation, then what is absent.
 
     The last column is the time over that of this project's kernels for the same operation.
     """
@@ -26,15 +27,22 @@ def measured_table(rows: list[Row]) -> str:
     own = {_label(row): row["metrics"]["p50_us"] for row in measured if _is_own(row)}
     heads = ["operation", "by", "p50 us", "p20 to p80", "GB/s", "TFLOP/s", "of limit", "x ours"]
     lines = [_measured_line(row, own.get(_label(row))) for row in _in_order(measured)]
-    parts = [markdown(heads, lines), *_problems(rows)]
-    ceilings = _ceilings(measured)
-    return "\n\n".join([*parts, *([ceilings] if ceilings else [])])
+    parts = [_kinds(rows), _problems(rows), markdown(heads, lines), _absent(rows)]
+    return "\n\n".join(filter(None, [*parts, _ceilings(measured)]))
 
 
 def _measured_line(row: Row, own_us: float | None) -> list[str]:
     metrics = row["metrics"]
     p50_us = metrics["p50_us"]
-    marks = "!" * (row["status"] == "suspect") + "~" * bool(metrics.get("launch_bound"))
+    marks = "".join(
+        mark
+        for mark, applies in (
+            ("!", row["status"] == "suspect"),
+            ("~", metrics.get("launch_bound")),
+            ("*", row["notes"].get("clock") == "stream"),
+        )
+        if applies
+    )
     share = metrics.get("share_of_limit")
     return [
         _label(row),
@@ -48,15 +56,25 @@ def _measured_line(row: Row, own_us: float | None) -> list[str]:
     ]
 
 
-def _problems(rows: list[Row]) -> list[str]:
-    """Failed and suspect points one by one; absent ones together."""
-    lines = [
-        f"{row['status']}: {_label(row)} by {row['config']['implementation']}: {row['message']}"
+def _kinds(rows: list[Row]) -> str:
+    """What the figures are where they are not measured: predicted, or from a rehearsal."""
+    kinds = {row["notes"].get("kind", "measured") for row in rows if row["metrics"]}
+    return "; ".join(sorted(kind.capitalize() + "." for kind in kinds - {"measured"}))
+
+
+def _problems(rows: list[Row]) -> str:
+    """A line for each failed or suspect point: what the first line of its message says."""
+    return "\n".join(
+        f"{row['status']}: {_label(row)} by {row['config']['implementation']}: "
+        f"{row['message'].partition(chr(10))[0][:MESSAGE_LENGTH]}"
         for row in rows
         if row["status"] in ("failed", "suspect")
-    ]
-    absent = sorted({row["message"] for row in rows if row["status"] == "absent"})
-    return ["\n".join(lines)] * bool(lines) + [f"absent: {'; '.join(absent)}"] * bool(absent)
+    )
+
+
+def _absent(rows: list[Row]) -> str:
+    messages = sorted({row["message"] for row in rows if row["status"] == "absent"})
+    return f"absent: {'; '.join(messages)}" if messages else ""
 
 
 def _ceilings(rows: list[Row]) -> str:
@@ -68,7 +86,8 @@ def _ceilings(rows: list[Row]) -> str:
     return (
         f"Of this device, measured first: copy {known[0]['copy_gb_per_s']:,.4g} GB/s, matrix "
         f"products {matrix} TFLOP/s, an empty call {known[0]['empty_call_us']:.3g} us. "
-        "~: little more than a launch. !: above the device's peak, so counted wrong."
+        "~: little more than a launch. *: no CUDA graph, so with gaps between launches. "
+        "!: above the device's peak, so counted wrong."
     )
 
 

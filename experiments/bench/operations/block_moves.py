@@ -35,13 +35,16 @@ class BlockMove(Operation):
     def check(self, answer: Any) -> None:
         """Every moved block of every tensor, bit for bit, and that no other one was changed."""
         del answer
+        if self.device.type == "cuda":
+            # Pinned host memory may be read before the device has written it.
+            torch.cuda.synchronize()
         for now, before in zip(self._other_sums(), self._drawn_sums, strict=True):
             require(torch.equal(now, before), "a block changed that nothing was to be moved to")
         for index, (source, destination) in enumerate(
             zip(self.sources, self.destinations, strict=True)
         ):
-            wanted = source[self.pairs[:, 0].to(source.device)].cpu()
-            found = destination[self.pairs[:, 1].to(destination.device)].cpu()
+            wanted = source[self.pairs[:, 0].to(source.device)]
+            found = destination[self.pairs[:, 1].to(destination.device)].to(wanted.device)
             require(
                 torch.equal(as_bits(wanted), as_bits(found)), f"a block of tensor {index} differs"
             )
