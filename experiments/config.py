@@ -1,13 +1,14 @@
 """What may be configured: one dataclass a config group, its types, ranges and cross-checks.
 
 Hydra composes YAML from `configs/` on these dataclasses, so a mistyped key or a value of the wrong
-type is refused while composing, with the key's name. Ranges are declared beside the fields and
-checked by `to_serve_config`. Numbers that describe a model or a GPU live in YAML only.
+type is refused while composing, with the key's name; keys that `+key=value` adds are refused by
+`to_object`. Ranges are declared beside the fields and checked by `to_serve_config`. Numbers that
+describe a model or a GPU live in YAML only.
 """
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -241,11 +242,28 @@ def to_replay_config(composed: DictConfig) -> ReplayConfig:
 
 
 def to_object(composed: DictConfig) -> Any:
-    """The dataclasses of what Hydra composed. Raises ConfigError, naming a key without value."""
+    """The dataclasses of what Hydra composed.
+
+    Raises ConfigError, naming an unknown key, which `+key=value` adds, or a key without value.
+    """
+    _refuse_unknown_keys("", composed)
     missing = sorted(OmegaConf.missing_keys(composed))
     if missing:
         raise ConfigError(f"{missing[0]} is not set: give it as {missing[0]}=VALUE")
     return OmegaConf.to_object(composed)
+
+
+def _refuse_unknown_keys(prefix: str, node: DictConfig) -> None:
+    """Refuse a key under `node` that its dataclass has no field for. Raises ConfigError."""
+    cls = OmegaConf.get_type(node)
+    known = {spec.name for spec in fields(cls)} if is_dataclass(cls) else {*node}
+    for key in node:
+        if key not in known:
+            raise ConfigError(
+                f"{prefix}{key}: no such key; expected one of {', '.join(sorted(known))}"
+            )
+        if not OmegaConf.is_missing(node, key) and isinstance(node[key], DictConfig):
+            _refuse_unknown_keys(f"{prefix}{key}.", node[key])
 
 
 def check_heads(model: ModelConfig) -> None:

@@ -12,6 +12,7 @@ from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
 
 from experiments import config as config_module
+from experiments.bench.schema import register as register_bench
 from experiments.config import (
     ChatConfig,
     IndependentConfig,
@@ -20,9 +21,11 @@ from experiments.config import (
     ServeConfig,
     refuse_padded_numbers,
     register,
+    to_object,
     to_replay_config,
     to_serve_config,
 )
+from experiments.generate_config import register as register_generate
 from experiments.ranges import ConfigError
 from kernels.launch import TARGETS
 
@@ -128,6 +131,31 @@ def test_a_typo_or_a_wrong_type_is_refused_while_composing(override: str) -> Non
         compose("serve", overrides=[override])
     messages = f"{caught.value} {caught.value.__cause__}"
     assert override.split("=")[0] in messages
+
+
+@pytest.mark.parametrize(
+    ("app", "override", "message"),
+    [
+        ("serve", "+foo=1", "foo: no such key; expected one of cache, evictor, fail_fast, gpu, "),
+        ("serve", "+cache.blocksize=3", "cache.blocksize: no such key; expected one of block_size"),
+        ("serve", "+workload.turn=2", "workload.turn: no such key; expected one of assistant_"),
+        ("serve", "+gpu.nme=x", "gpu.nme: no such key; expected one of compute_efficiency, "),
+        ("replay", "+cache.watermark=0.1", "cache.watermark: no such key; expected one of block_"),
+        ("replay", "+workload.pth=trace", "workload.pth: no such key; expected one of name, num_"),
+        ("generate", "+engine.kernels=torch", "engine.kernels: no such key; expected one of fixed"),
+        ("generate", "+prompts.text=hi", "prompts.text: no such key; expected one of name, texts"),
+        ("bench", "+operation.batch=3", "operation.batch: no such key; expected one of batch_size"),
+        ("bench", "+operation.tile.warps=4", "operation.tile.warps: no such key; expected one of "),
+        ("bench", "+timing.cold={l2: true}", "timing.cold: no such key; expected one of budget_s"),
+        ("bench", "+cache.block_size=3", "cache: no such key; expected one of device, fail_fast, "),
+    ],
+)
+def test_an_added_key_that_nothing_reads_is_refused(app: str, override: str, message: str) -> None:
+    """Hydra answers a typo with "use +key=value", which ran with the key's default."""
+    register_bench()
+    register_generate()
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
+        to_object(compose(app, [override]))
 
 
 @pytest.mark.parametrize(
