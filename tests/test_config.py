@@ -2,6 +2,8 @@
 
 import dataclasses
 import re
+import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +14,8 @@ from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
 
 from experiments import config as config_module
+from experiments.bench.config import CacheDtype, DeviceName, Dtype
+from experiments.bench.implementations import NAMES
 from experiments.bench.schema import register as register_bench
 from experiments.config import (
     ChatConfig,
@@ -70,6 +74,43 @@ def test_every_shipped_config_composes_and_is_valid(group: str, option: str) -> 
         config = composed(f"{group}={option}", *(["workload.path=trace"] if needs_path else []))
     if hasattr(chosen := getattr(config, group, None), "name"):
         assert chosen.name == option
+
+
+def help_of(app: str) -> str:
+    register_bench()
+    register_generate()
+    return compose(app, return_hydra_config=True).hydra.help.header
+
+
+def test_the_help_of_bench_lists_the_values_that_there_are() -> None:
+    listed = dict(re.findall(r"^([\w.]+)=(\S+\|\S+)$", help_of("bench"), re.M))
+    assert {key: sorted(values.split("|")) for key, values in listed.items()} == {
+        "implementation": sorted(NAMES),
+        "device": sorted(DeviceName),
+        "operation.dtype": sorted(Dtype),
+        "operation.cache_dtype": sorted(CacheDtype),
+    }
+
+
+def test_the_help_of_each_app_lists_its_experiments() -> None:
+    named: dict[str, set[str]] = {"serve": set(), "replay": {*OF_REPLAY}}
+    for path in (CONFIGS / "experiment").glob("*.yaml"):
+        app = "bench" if "For bench." in path.read_text() else path.stem.partition("_")[0]
+        if path.stem not in OF_REPLAY:
+            named.setdefault(app if app in ("bench", "generate") else "serve", set()).add(path.stem)
+    for app, experiments in named.items():
+        listed = re.findall(r"^  (\w+)  +\S", help_of(app), re.M)
+        assert sorted(listed) == sorted(experiments), app
+
+
+@pytest.mark.parametrize("app", ["serve", "replay", "generate", "bench"])
+def test_help_begins_with_what_the_app_does(app: str) -> None:
+    """Hydra fills its template once more, where a dollar sign would be taken for a variable."""
+    command = [sys.executable, "-m", f"experiments.{app}", "--help"]
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert shown.startswith(f"python -m experiments.{app}: ")
+    assert help_of(app).strip() in shown
+    assert "\nseed: 0\n" in shown
 
 
 def test_every_gpu_runs_a_target_and_every_target_has_a_gpu() -> None:
