@@ -225,8 +225,14 @@ def test_a_decode_tile_that_the_tables_would_not_take_cannot_win() -> None:
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([make_row(FAST, 1.0, measured="predicted")], "is predicted: nothing was timed"),
-        ([make_row(FAST, 1.0, measured="rehearsal")], "is rehearsal: nothing was timed"),
+        (
+            [make_row(FAST, 1.0, measured="predicted: nothing was timed")],
+            r"^row \S+ was not measured on a GPU \(predicted: nothing was timed\), so it can't ",
+        ),
+        (
+            [make_row(FAST, 1.0, measured="rehearsal: its times mean nothing")],
+            r"not measured on a GPU \(rehearsal: its times mean nothing\), so it can't tell which",
+        ),
         ([make_row(FAST, None)], "none of 1 rows is ok"),
         (
             [make_row(FAST, 1.0), make_row(None, 2.0, context_len=16)],
@@ -463,5 +469,5 @@ def test_the_command_prints_and_writes(command: Callable[..., str], copy: Path) 
 def test_the_command_says_what_is_wrong(command: Callable[..., str]) -> None:
     with pytest.raises(SystemExit, match=r"error: .*holds no rows"):
         command([])
-    with pytest.raises(SystemExit, match=r"error: .*nothing was timed"):
+    with pytest.raises(SystemExit, match=r"error: .*not measured on a GPU"):
         command([make_row(FAST, 1.0, measured="predicted")], "--write")

@@ -107,11 +107,11 @@ def choose_tiles(rows: list[Row]) -> list[Winner]:
 
 
 def _timed(row: Row) -> _Timed:
-    kind = row["notes"].get("kind", "no measurement")
+    kind = row["notes"].get("kind", "of no known kind")
     if kind != "measured":
         raise InputError(
-            f"row {row['config_hash']} is {kind}: nothing was timed on a device, so no tile is "
-            "known to be faster"
+            f"row {row['config_hash']} was not measured on a GPU ({kind}), so it can't tell which "
+            "tile is the fastest"
         )
     try:
         return _read(row)
