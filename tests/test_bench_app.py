@@ -119,7 +119,8 @@ def test_every_experiment_runs(
             assert kind == "rehearsal: its times mean nothing"
             assert metrics["p20_us"] <= metrics["p50_us"] <= metrics["p80_us"]
             assert metrics["share_of_limit"] > 0
-            assert "shape" in row["notes"]
+            assert "rehearsed_shape" in row["notes"]
+        assert "block_size=" in row["notes"]["shape"]
 
 
 def test_without_a_gpu_a_run_is_offline(launch: Launch, tmp_path: Path) -> None:
@@ -147,6 +148,15 @@ def test_without_a_gpu_a_run_is_offline(launch: Launch, tmp_path: Path) -> None:
         (["operation.num_kv_heads=3"], "operation.num_heads=32: expected a multiple of operation."),
         (["operation.tile.m=16"], "operation.tile.n=null: expected a number beside the others"),
         (["operation.block_size=0"], "operation.block_size=0: expected a number >= 1"),
+        (
+            ["operation.head_size=1024"],
+            "operation.head_size=1024: expected a number >= 1 and <=",
+        ),
+        (
+            ["operation=match_prefix", "operation.block_size=5000"],
+            "operation.block_size=5000: exp",
+        ),
+        (["operation.tile.m=4"], "operation.tile.m=4: expected a number >= 8 and <= 256"),
         (["operation.block_size=016"], "operation.block_size=016: expected a number without lead"),
         (["operation.block_sise=16"], "operation.block_sise"),
         (["operation.dtype=int8"], "operation.dtype"),
@@ -170,7 +180,7 @@ def test_what_cannot_be_measured_is_refused_by_name(
 
 
 def test_tiles_are_powers_of_two(launch: Launch, capsys: pytest.CaptureFixture) -> None:
-    tile = [f"operation.tile.{key}=2" for key in ("m", "num_warps", "num_stages")]
+    tile = [f"operation.tile.{key}=8" for key in ("m", "num_warps", "num_stages")]
     assert launch(*tile, "operation.tile.n=48", "hydra.run.dir=out") == 1
     assert "operation.tile.n=48: expected a power of two" in "".join(capsys.readouterr())
 
@@ -199,7 +209,7 @@ def test_the_host_is_timed_wherever_it_is(launch: Launch, tmp_path: Path) -> Non
     lookup = ["operation=match_prefix", "operation.num_prompts=5", "implementation=host"]
     assert launch(*lookup, "device=offline", "hydra.run.dir=out") == 0
     (row,) = rows_of(tmp_path / "out")
-    assert row["notes"]["kind"] == "measured"
+    assert row["notes"]["kind"] == "measured on the CPU"
     assert row["notes"]["clock"] == "host"
     assert row["metrics"]["prompts_per_s"] > 0
 
@@ -254,7 +264,8 @@ def test_a_shape_of_your_own_is_a_file(launch: Launch, tmp_path: Path) -> None:
     assert launch("operation=mine", "device=rehearsal", searched, "hydra.run.dir=out") == 0
     (row,) = rows_of(tmp_path / "out")
     assert row["config"]["operation"]["name"] == "mine"
-    assert "context_len=33" in row["notes"]["shape"]
+    assert "batch_size=1" in row["notes"]["shape"]
+    assert "context_len=33" in row["notes"]["rehearsed_shape"]
 
 
 def test_defaults_of_the_schema_and_of_the_files_agree() -> None:
@@ -311,19 +322,32 @@ def test_the_device_decides_whether_kernels_are_interpreted(
             measuring.choose_device(DeviceName(wanted))
 
 
-def test_memory_that_is_too_small_is_no_failure(
-    launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("what", ["memory", "shared memory"])
+def test_what_does_not_fit_is_no_failure(
+    launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
+    """B15: a tile for one GPU can overflow another's shared memory."""
     import torch
+    from triton.runtime.errors import OutOfResources
+
+    errors = {
+        "memory": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 34 GiB. GPU 0"),
+        "shared memory": OutOfResources(147456, 101376, "shared memory"),
+    }
 
     def prepare(op: object) -> Callable:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 34.00 GiB. GPU 0 has")
+        raise errors[what]
 
     fake(monkeypatch, prepare)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     assert launch("implementation=fake", "device=rehearsal", *TINY, "hydra.run.dir=out") == 0
     (row,) = rows_of(tmp_path / "out")
-    assert (row["status"], row["message"]) == ("absent", "out of memory: CUDA out of memory")
+    said = {
+        "memory": "out of memory: CUDA out of memory",
+        "shared memory": "does not fit: out of resource: shared memory, Required: 147456, Hardware",
+    }
+    assert row["status"] == "absent"
+    assert row["message"].startswith(said[what])
 
 
 def test_a_device_that_no_longer_answers_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,9 +80,9 @@ def test_a_rate_above_the_peak_is_an_error_of_counting(cost: Cost, p50_s: float,
 
 
 def test_ceilings_are_measured_too() -> None:
-    """A rate within 3% of the peak is no error."""
-    assert measured(Cost(10**9, 0), 1 / (1.02 * 2200))[1] == ""
-    assert measured(Cost(10**9, 0), 1 / (1.04 * 2200))[1] != ""
+    """A rate within 5% of the peak is no error."""
+    assert measured(Cost(10**9, 0), 1 / (1.04 * 2200))[1] == ""
+    assert measured(Cost(10**9, 0), 1 / (1.06 * 2200))[1] != ""
 
 
 def test_what_was_written_last_may_still_be_in_the_cache() -> None:
@@ -123,6 +123,11 @@ GPU = GpuConfig(
 def test_predictions_come_from_the_data_sheet() -> None:
     cost = Cost(10**6, 10**6, flops=10**9)
     metrics = predicted_figures(cost, 3e6, GPU, Dtype.bf16)
+    assert metrics["limit_us"] == pytest.approx(10)
+    assert metrics["launch_bound"] == 0
+    no_flops = predicted_figures(Cost(10**6, 10**6), 3e6, GPU, Dtype.bf16)
+    assert (no_flops["limit_us"], no_flops["predicted_us"]) == pytest.approx((2, 3))
+    assert no_flops["launch_bound"] == 1
     assert metrics["predicted_bytes_us"] == pytest.approx(3)
     assert metrics["predicted_flops_us"] == pytest.approx(10)
     assert metrics["predicted_us"] == pytest.approx(10)
@@ -131,19 +136,17 @@ def test_predictions_come_from_the_data_sheet() -> None:
     assert predicted_figures(swap, 1e6, GPU, Dtype.bf16)["predicted_us"] == pytest.approx(100)
 
 
-def test_static_figures_are_the_first_kernel_s_but_for_spills_and_fit() -> None:
+def test_static_figures_are_the_first_kernel_s_but_for_spills() -> None:
     main, merge = (
         Report("k", "", "bf16", "sm_90", "", registers, spilled, shared, instructions_per_token=i)
         for registers, spilled, shared, i in ((200, 0, 4000, 23.0), (40, 16, 9000, None))
     )
-    found = static_figures([main, merge], 10_000)
+    found = static_figures([main, merge])
     assert found["registers"] == 200
     assert found["shared_bytes"] == 4000
     assert found["instructions_per_token"] == 23.0
     assert found["spilled_bytes"] == 16
-    assert found["fits"] == 1
-    assert static_figures([main, merge], 8_000)["fits"] == 0
-    assert "instructions_per_token" not in static_figures([merge], 10_000)
+    assert "instructions_per_token" not in static_figures([merge])
 
 
 def test_a_window_is_counted_by_what_it_lets_through() -> None:

@@ -182,6 +182,7 @@ def test_features(feature: str, dtype: str, num_splits: int) -> None:
     check_attention(paged_attention, inputs, num_splits=num_splits, **FEATURES[feature])
 
 
+@pytest.mark.gpu_first
 @pytest.mark.parametrize(
     "cache_dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=["e4m3", "e5m2"]
 )
@@ -197,6 +198,7 @@ def test_fp8_caches(query_len: int, dtype: str, cache_dtype: torch.dtype) -> Non
     check_attention(paged_attention, inputs, k_scale=per_head, v_scale=per_head[:1])
 
 
+@pytest.mark.gpu_first
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")], ids=["nan", "inf"])
 def test_unread_slots_change_nothing(poison: float) -> None:
     """B02: 0 * NaN in the product with V let the unwritten tail of the last block through."""
@@ -216,6 +218,7 @@ def attend(inputs: AttentionInputs, **options: object) -> torch.Tensor:
     return paged_attention(*tensors, scale=inputs.scale, **options)
 
 
+@pytest.mark.gpu_first
 @pytest.mark.parametrize("num_splits", [1, 2])
 @pytest.mark.parametrize("sinks", [None, torch.zeros(8, device=DEVICE)], ids=["", "sinks"])
 def test_empty_sequence_gives_zeros(sinks: torch.Tensor | None, num_splits: int) -> None:
@@ -320,6 +323,7 @@ def test_softcap_bends_large_scores() -> None:
     torch.testing.assert_close(lse[:, 0].cpu(), expected, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.gpu_first
 def test_softcap_comes_before_the_mask() -> None:
     """B06: capped after masking, -inf became -cap and masked keys got weight."""
     inputs = inputs_of([40, 5], [20, 5])
@@ -381,6 +385,7 @@ def test_only_the_first_axis_grows(max_query_len: int | None) -> None:
         assert all(size <= launch.MAX_GRID_YZ for size in made.grid[1:])
 
 
+@pytest.mark.gpu_first
 @pytest.mark.parametrize("num_splits", [2, 4, 16])
 def test_splits_equal_the_whole(num_splits: int) -> None:
     """B21: empty splits gave NaN, and the merge wrote past its rows."""
@@ -403,6 +408,7 @@ def test_rows_past_the_batch_are_left_alone() -> None:
         assert out[2:].isnan().all()
 
 
+@pytest.mark.gpu_first
 def test_decode_and_chunks_equal_prefill() -> None:
     """The same rows whether computed at once, in chunks, or one by one."""
     whole = inputs_of([37], [37])
@@ -421,6 +427,7 @@ def test_decode_and_chunks_equal_prefill() -> None:
         torch.testing.assert_close(torch.cat(rows), prefill, rtol=3e-6, atol=3e-6)
 
 
+@pytest.mark.gpu_first
 def test_where_a_block_lies_changes_no_bit() -> None:
     """A29: with one configuration a cache hit gives bit-equal outputs, wherever its blocks lie."""
     inputs = inputs_of([100, 33], [1, 9])
@@ -436,6 +443,7 @@ def test_where_a_block_lies_changes_no_bit() -> None:
     assert torch.equal(attend(inputs), attend(moved))
 
 
+@pytest.mark.gpu_first
 def test_prefix_and_suffix_merge_to_the_whole() -> None:
     """Attention over a shared prefix and over the rest, joined by log-sum-exp."""
     from kernels.merge_states import merge_states

@@ -83,6 +83,7 @@ def check_copies(
         assert torch.equal(bits(got), bits(want))
 
 
+@pytest.mark.gpu_first
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype_is_copied_bit_for_bit(dtype: torch.dtype) -> None:
     """D04: NaN payloads survive, also those of dtypes that the interpreter can't compute with."""
@@ -117,6 +118,7 @@ def test_all_sources_are_read_before_any_destination_is_written(mapping) -> None
     check_copies(mapping=mapping)
 
 
+@pytest.mark.gpu_first
 def test_overlapping_permutations_of_random_order() -> None:
     rng = np.random.default_rng(0)
     for _ in range(5):

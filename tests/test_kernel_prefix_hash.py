@@ -95,6 +95,7 @@ def check_hashes(hash_module: ModuleType, block_size: int, num_long: int = 130) 
     assert torch.equal(out, reference.hash_blocks(*arguments))
 
 
+@pytest.mark.gpu_first
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
 def test_hashes_equal_the_host_s(block_size: int) -> None:
     check_hashes(module, block_size)

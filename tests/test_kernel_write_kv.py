@@ -71,6 +71,7 @@ def test_slots_past_the_cache_write_nothing() -> None:
     assert torch.equal(storage[0, 3], key[2])
 
 
+@pytest.mark.gpu_first
 @pytest.mark.parametrize(
     "cache_dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=["e4m3", "e5m2"]
 )
@@ -92,6 +93,7 @@ def test_fp8_stores_the_scaled_value(dtype: str, cache_dtype: torch.dtype) -> No
     assert written[0].view(32, 2, 64)[0].float().isfinite().all()
 
 
+@pytest.mark.gpu_first
 @pytest.mark.parametrize(
     "cache_dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=["e4m3", "e5m2"]
 )

@@ -3,11 +3,15 @@
 Sizes that a name stands for are in `shapes`. Nothing here needs Hydra.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from enum import StrEnum
 
 from ..gpu import GpuConfig
 from ..ranges import COUNT, MISSING, POSITIVE, ConfigError, Range, check_ranges, ranged
+
+HEAD_SIZE = Range(1, 576)
+BLOCK_SIZE = Range(1, 4096)  # tokens
+"""What the kernels can do."""
 
 
 class Dtype(StrEnum):
@@ -52,8 +56,8 @@ class HeadsConfig(OperationConfig):
     """The shape of one layer's KV blocks."""
 
     num_kv_heads: int = ranged(COUNT, 8)
-    head_size: int = ranged(COUNT, 128)
-    block_size: int = ranged(COUNT, 16)
+    head_size: int = ranged(HEAD_SIZE, 128)
+    block_size: int = ranged(BLOCK_SIZE, 16)
     dtype: Dtype = Dtype.bf16
 
 
@@ -64,10 +68,10 @@ class TileConfig:
     m rows of query tokens x heads, n keys. All four, or none.
     """
 
-    m: int | None = ranged(COUNT, None)
-    n: int | None = ranged(COUNT, None)
-    num_warps: int | None = ranged(COUNT, None)
-    num_stages: int | None = ranged(COUNT, None)
+    m: int | None = ranged(Range(8, 256), None)
+    n: int | None = ranged(Range(16, 256), None)
+    num_warps: int | None = ranged(Range(1, 32), None)
+    num_stages: int | None = ranged(Range(1, 8), None)
 
 
 @dataclass
@@ -78,7 +82,7 @@ class AttentionConfig(HeadsConfig):
     num_heads: int = ranged(COUNT, 32)
     cache_dtype: CacheDtype = CacheDtype.auto
     sliding_window: int | None = ranged(COUNT, None)  # tokens
-    num_splits: int | None = ranged(COUNT, None)  # of the keys; None: as launched
+    num_splits: int | None = ranged(Range(1, 1024), None)  # of the keys; None: as launched
     tile: TileConfig = field(default_factory=TileConfig)
 
 
@@ -105,7 +109,7 @@ class MergeConfig(OperationConfig):
     num_states: int = ranged(COUNT, 8)
     num_tokens: int = ranged(COUNT, 2048)
     num_heads: int = ranged(COUNT, 32)
-    head_size: int = ranged(COUNT, 128)
+    head_size: int = ranged(HEAD_SIZE, 128)
     dtype: Dtype = Dtype.bf16
 
 
@@ -156,7 +160,7 @@ class HashConfig(OperationConfig):
 
     num_prompts: int = ranged(COUNT, 256)
     prompt_len: int = ranged(COUNT, 4096)
-    block_size: int = ranged(COUNT, 16)
+    block_size: int = ranged(BLOCK_SIZE, 16)
 
 
 @dataclass
@@ -207,6 +211,18 @@ class BenchConfig(PointConfig):
 
     gpu: GpuConfig = field(default_factory=GpuConfig)
     fail_fast: bool = False  # after a failed point, leave the rest of the sweep unrun
+
+
+def describe(shape: OperationConfig) -> str:
+    """Every size of a shape in a few words, its name left out, and what is null."""
+    parts = []
+    for spec in fields(shape):
+        value = getattr(shape, spec.name)
+        if is_dataclass(value):
+            value = describe(value).replace(" ", ",")
+        if spec.name != "name" and value not in (None, ""):
+            parts.append(f"{spec.name}={value}")
+    return " ".join(parts)
 
 
 def check(config: PointConfig) -> None:

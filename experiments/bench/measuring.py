@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ..ranges import InputError
 from ..results import AbsentError, Measurement
-from .config import DeviceName, OperationConfig, PointConfig, TimingConfig, check
+from .config import DeviceName, OperationConfig, PointConfig, TimingConfig, check, describe
 
 # What imports Triton is imported once it is known whether kernels are interpreted.
 if TYPE_CHECKING:
@@ -75,6 +75,7 @@ class Bench:
         here, WrongAnswerError where the answer is not the operation's.
         """
         import torch
+        from triton.runtime.errors import OutOfResources
 
         from .implementations import find_implementation
         from .operations import operation_of
@@ -88,6 +89,8 @@ class Bench:
             return report(config)
         try:
             return self._measure(config)
+        except OutOfResources as error:
+            raise AbsentError(f"does not fit: {error}") from None
         except torch.OutOfMemoryError as error:
             self._operation = None
             torch.cuda.empty_cache()
@@ -125,10 +128,13 @@ class Bench:
         operation.poison()
         operation.check(call())
         cost = type(operation).cost(shape)
-        notes = {"kind": "rehearsal: its times mean nothing", "shape": repr(shape)}
-        if self.chosen is not DeviceName.rehearsal:
-            notes = {"kind": "measured"}
-        notes["version"] = implementation.version()
+        notes = {
+            "kind": self._kind(implementation.on_host),
+            "shape": describe(config.operation),
+            "version": implementation.version(),
+        }
+        if self.chosen is DeviceName.rehearsal:
+            notes["rehearsed_shape"] = describe(shape)
         if ceilings is None:
             timed = time_call(call, HostClock(), timing)
             return Measurement(host_figures(cost, timed), notes=notes | {"clock": timed.method})
@@ -141,6 +147,12 @@ class Bench:
         if suspect:
             log.error(suspect)
         return Measurement(metrics, suspect=suspect, notes=notes)
+
+    def _kind(self, on_host: bool) -> str:
+        """What a row's figures are."""
+        if self.chosen is DeviceName.rehearsal:
+            return "rehearsal: its times mean nothing"
+        return "measured on the CPU" if on_host else "measured"
 
     def _inputs(self, shape: OperationConfig, seed: int) -> "Operation":
         """The operation's inputs: those of the last point, if that was of the same shape."""

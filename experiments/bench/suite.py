@@ -2,21 +2,26 @@
 
     python -m experiments.bench.suite --dir DIR
 
-Needs torch and Triton alone: pytest for the first step, pandas and matplotlib for the report are
-used where they are installed. Rows are written one by one, so whatever ends the run, those that
-were measured are there, and `python -m experiments.report DIR` makes the report of them anywhere.
+Needs torch, Triton, NumPy and einops: pytest for the first step, pandas and matplotlib for the
+report are used where they are installed. Rows are written one by one, so whatever ends the run,
+those that were measured are there; with the same DIR it goes on where it was, and
+`python -m experiments.report DIR` makes the report of them anywhere.
 """
 
 import argparse
 import dataclasses
 import importlib.util
 import logging
+import math
 import os
+import re
 import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,7 +47,7 @@ HUNG_S = 60.0
 TEST_S = 120.0
 """For the tests that need a GPU; what isn't done by then has hung."""
 TEST_OPTIONS = (
-    *("-q", "--maxfail=5", "-m", "gpu", "-p", "no:cacheprovider"),
+    *("-q", "--maxfail=5", "-m", "gpu or gpu_first", "-p", "no:cacheprovider"),
     # Those in pyproject.toml ask for plugins that may not be here.
     *("-o", "addopts=--import-mode=importlib"),
 )
@@ -52,7 +57,11 @@ MORE_SIZES = (
     ("copy_blocks", "fanout", (1, 32)),
     ("match_prefix", "num_prompts", (1, 1024)),
 )
-SLOW_TO_COMPILE = "flex_attention"
+FIRST = ("prefixlab", "torch_ops", "host")
+"""Always there, and ready at once."""
+LAST = ("flashinfer", "flex_attention")
+"""They compile for long."""
+REQUIRED = {"torch": (2, 11), "triton": (3, 6), "numpy": (2, 0), "einops": (0, 8)}
 
 
 class Point(NamedTuple):
@@ -76,8 +85,8 @@ def points() -> Iterator[Point]:
         for value in values:
             shape = dataclasses.replace(SHAPES[name], **{key: value})
             yield Point(f"{name} {key}={value}", shape, "prefixlab")
-    others = [name for name in NAMES if name != "prefixlab"]
-    for name in sorted(others, key=lambda name: name == SLOW_TO_COMPILE):
+    others = [name for name in (*FIRST, *NAMES) if name not in ("prefixlab", *LAST)]
+    for name in (*dict.fromkeys(others), *LAST):
         for label, shape in SHAPES.items():
             if operation_of(shape).kind in find_implementation(name).prepares:
                 yield Point(label, shape, name)
@@ -119,7 +128,11 @@ class Suite:
             if time.monotonic() >= self.end_s:
                 return _left("no time was left for", every[index:])
             self.running = f"{point.label} by {point.implementation}"
-            row = self._measure(point)
+            row = self._start(point)
+            known = self.folder.row(row["config_hash"])
+            if known and known["status"] == "ok" and known["device"] == self.device_name:
+                continue
+            self._finish(row, point)
             self.folder.write_row(row)
             p50_us = row["metrics"].get("p50_us")
             said = row["status"] if p50_us is None else f"{p50_us:,.1f} us"
@@ -128,12 +141,15 @@ class Suite:
                 return _left("the GPU is lost to this process, and with it", every[index + 1 :])
         return ""
 
-    def _measure(self, point: Point) -> Row:
-        config = PointConfig(point.shape, point.implementation, self.chosen)
+    def _start(self, point: Point) -> Row:
         swept = {"operation": point.label, "implementation": point.implementation}
-        row = start_row(dataclasses.asdict(config), swept, None, self.device_name)
-        finish_row(row, lambda: self.bench.measure(config))
-        return row
+        return start_row(dataclasses.asdict(self._config(point)), swept, None, self.device_name)
+
+    def _finish(self, row: Row, point: Point) -> None:
+        finish_row(row, lambda: self.bench.measure(self._config(point)))
+
+    def _config(self, point: Point) -> PointConfig:
+        return PointConfig(point.shape, point.implementation, self.chosen)
 
     def summary(self) -> str:
         """The device and the table of what was measured so far."""
@@ -146,25 +162,40 @@ class Suite:
 
 
 def _left(why: str, left: list[Point]) -> str:
-    names = "; ".join(f"{point.label} by {point.implementation}" for point in left)
+    """`why`, and how many points of each implementation were left."""
+    counts = Counter(point.implementation for point in left)
+    names = ", ".join(f"{number} by {name}" for name, number in counts.items())
     return f"{why} {len(left)} points: {names}"
 
 
-def run_tests() -> bool:
-    """Run the kernel tests that need a GPU; False where one failed or they hang.
+def missing_requirements() -> list[str]:
+    """What is needed and not here, each with the version that was found."""
+    missing = []
+    for name, least in REQUIRED.items():
+        try:
+            found = version(name)
+        except PackageNotFoundError:
+            found = "none"
+        numbers = tuple(map(int, re.findall(r"\d+", found)[:2]))
+        if numbers < least:
+            missing.append(f"{name} >= {'.'.join(map(str, least))} (found {found})")
+    return missing
+
+
+def run_tests() -> str:
+    """Run the kernel tests that come first on a new GPU; returns how they ended.
 
     Without pytest there are only the checks that precede each timing.
     """
     if importlib.util.find_spec("pytest") is None:
-        log.warning("pytest is not installed: only answers that are timed are checked")
-        return True
+        return "not run, as pytest is not installed"
     files = sorted(str(path) for path in (REPOSITORY / "tests").glob("test_kernel_*.py"))
     command = [sys.executable, "-m", "pytest", *TEST_OPTIONS, *files]
     try:
-        return subprocess.run(command, cwd=REPOSITORY, timeout=TEST_S).returncode == 0
+        status = subprocess.run(command, cwd=REPOSITORY, timeout=TEST_S).returncode
     except subprocess.TimeoutExpired:
-        log.error("the tests did not end within %.0f s", TEST_S)
-        return False
+        return f"NOT FINISHED within {TEST_S:.0f} s"
+    return {0: "passed", 1: "FAILED"}.get(status, f"NOT RUN: pytest ended with status {status}")
 
 
 def make_report(root: Path) -> str:
@@ -184,32 +215,44 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m experiments.bench.suite", description=__doc__)
     parser.add_argument("--dir", type=Path, default=None, help="default: outputs/bench/<time>")
     parser.add_argument("--device", choices=["cuda", "rehearsal"], default="cuda")
-    parser.add_argument("--budget-s", type=float, default=BUDGET_S, help="seconds for everything")
+    parser.add_argument("--budget-s", type=_seconds, default=BUDGET_S, help="for everything")
     parser.add_argument("--no-tests", action="store_true", help="leave out the first step")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+    if missing := missing_requirements():
+        sys.exit(f"error: {sys.executable} lacks {', '.join(missing)}; choose another with PYTHON=")
     root = arguments.dir or Path("outputs/bench", time.strftime("%Y-%m-%d_%H-%M-%S"))
     try:
         chosen = choose_device(DeviceName(arguments.device))
         suite = Suite(root, chosen, start_s + arguments.budget_s - REPORT_S)
-    except InputError as error:
+    except (InputError, OSError) as error:
         sys.exit(f"error: {error}")
-    correct = arguments.no_tests or run_tests()
+    tests = "left out" if arguments.no_tests else run_tests()
     watchdog = threading.Timer(
         start_s + arguments.budget_s + HUNG_S - time.monotonic(), suite.give_up
     )
     watchdog.daemon = True
     watchdog.start()
-    left = suite.run()
+    try:
+        left = suite.run()
+    except KeyboardInterrupt:
+        left = f"interrupted in {suite.running}"
     watchdog.cancel()
     print(suite.summary())
     print(make_report(root))
+    print(f"tests: {tests}")
     if left:
         print(left)
-    if not correct:
-        print("TESTS FAILED, see above: do not trust what was not checked by a row of its own")
     bad = any(row["status"] in ("failed", "suspect") for row in suite.folder.rows())
-    sys.exit(int(bad or not correct))
+    sys.exit(int(bad or tests.startswith(("FAILED", "NOT "))))
+
+
+def _seconds(text: str) -> float:
+    """A positive number of seconds, for argparse."""
+    seconds = float(text)
+    if not 0 < seconds < math.inf:
+        raise ValueError(text)
+    return seconds
 
 
 if __name__ == "__main__":

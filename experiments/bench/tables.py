@@ -59,7 +59,7 @@ def _measured_line(row: Row, own_us: float | None) -> list[str]:
 def _kinds(rows: list[Row]) -> str:
     """What the figures are where they are not measured: predicted, or from a rehearsal."""
     kinds = {row["notes"].get("kind", "measured") for row in rows if row["metrics"]}
-    return "; ".join(sorted(kind.capitalize() + "." for kind in kinds - {"measured"}))
+    return " ".join(sorted(f"{kind.capitalize()}." for kind in kinds if ":" in kind))
 
 
 def _problems(rows: list[Row]) -> str:
@@ -94,11 +94,11 @@ def _ceilings(rows: list[Row]) -> str:
 def predicted_table(rows: list[Row]) -> str:
     """A line an operation: what it has to move, what the kernels touch, and each GPU's time.
 
-    Times are predicted: the data sheet's rates, nothing else. Below it what the compiler made of
-    the kernels for each target: registers a thread, KiB of shared memory, warp instructions a KV
-    token where there is a main loop over them.
+    Times are predicted: the data sheet's rates, nothing else; ~ marks those below a launch. Below
+    it what the compiler made of the kernels for each target: registers a thread, KiB of shared
+    memory, warp instructions a KV token where there is a main loop over them.
     """
-    finished = [row for row in rows if row["status"] == "ok"]
+    finished = [row for row in rows if "predicted_us" in row["metrics"]]
     targets = {row["config"]["gpu"]["name"]: row["notes"]["target"] for row in finished}
     gpus = sorted(targets, key=lambda gpu: _natural(targets[gpu]))
     times: list[list[str]] = []
@@ -125,7 +125,9 @@ def predicted_table(rows: list[Row]) -> str:
 
 
 def _microseconds(metrics: dict | None) -> str:
-    return "" if metrics is None else f"{metrics['predicted_us']:,.4g}"
+    if metrics is None:
+        return ""
+    return f"{metrics['predicted_us']:,.4g}{'~' * metrics['launch_bound']}"
 
 
 def _machine_code(metrics: dict | None) -> str:
@@ -136,8 +138,6 @@ def _machine_code(metrics: dict | None) -> str:
         parts.append(f"{metrics['instructions_per_token']:.3g} instr")
     if metrics["spilled_bytes"]:
         parts.append(f"{metrics['spilled_bytes']} B spilled")
-    if not metrics["fits"]:
-        parts.append("too large")
     return ", ".join(parts)
 
 
@@ -204,12 +204,18 @@ def main() -> None:
     """Print the table of a folder."""
     parser = argparse.ArgumentParser(prog="python -m experiments.bench.tables", description=__doc__)
     parser.add_argument("folder", type=Path, help="output folder of a run, or root of a sweep")
+    folder = ResultsFolder(parser.parse_args().folder)
     try:
-        rows = ResultsFolder(parser.parse_args().folder).rows()
+        folder.manifest()
+        rows = folder.rows()
     except InputError as error:
         sys.exit(f"error: {error}")
-    predicted = any("predicted_us" in row["metrics"] for row in rows)
-    print(predicted_table(rows) if predicted else measured_table(rows))
+    predicted = [row for row in rows if "predicted_us" in row["metrics"]]
+    others = [row for row in rows if row not in predicted]
+    if predicted:
+        print(predicted_table(predicted))
+    if others or not predicted:
+        print("\n" * bool(predicted) + measured_table(others))
 
 
 if __name__ == "__main__":

@@ -47,7 +47,12 @@ class Timing:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What is sampled in place of a call, and how."""
+    """What is sampled in place of a call, and how.
+
+    `replay` returns the call's answer. With method "graph" that is the object that the call
+    returned when it was captured: its tensors lie in the memory of the graph, hold what the last
+    replay has computed and change with the next. The graph lives as long as `replay`.
+    """
 
     replay: Call
     method: Method
@@ -61,14 +66,14 @@ class Clock(Protocol):
         ...
 
     def prepare(self, call: Call) -> Prepared:
-        """Run `call` at least once, untimed, wait for it, and return what to sample.
+        """Run `call` at least once, untimed, wait for it, and return what to sample in its place.
 
         Raises what `call` raises.
         """
         ...
 
     def sample(self, replay: Call, count: int, cold: bool) -> list[float]:
-        """Run and time `replay` `count` times; returns the seconds of each.
+        """Run and time `replay` `count` times; returns the seconds of each, once all are done.
 
         cold: the L2 cache is filled with other data before each sample; else it holds what one run
         of `replay` leaves. Raises what `replay` raises.
@@ -163,7 +168,10 @@ class CudaClock:
             replay()
 
     def _capture(self, call: Call, stream: torch.cuda.Stream) -> Call:
-        """The replay of a CUDA graph of `call`; raises if that cannot be captured, or is empty."""
+        """The replay of a CUDA graph of `call`, which returns the answer of the capture.
+
+        Raises if `call` cannot be captured, or the graph is empty.
+        """
         graph = torch.cuda.CUDAGraph()
         try:
             # If a capture ends in an error, torch.cuda.graph leaves its stream the current one;
@@ -171,14 +179,19 @@ class CudaClock:
             with torch.cuda.stream(stream), warnings.catch_warnings():
                 warnings.filterwarnings("error", message=".*CUDA Graph is empty")
                 with torch.cuda.graph(graph, stream=stream):
-                    call()
+                    answer = call()
         except Exception:
             # The allocator goes on pointing to a graph whose capture did not end, so that is kept,
             # without its memory.
             self._failed_graphs.append(graph)
             graph.reset()
             raise
-        return graph.replay
+
+        def replay() -> object:
+            graph.replay()
+            return answer
+
+        return replay
 
     @staticmethod
     def _new_event() -> torch.cuda.Event:
@@ -195,17 +208,25 @@ def read_rows(values: torch.Tensor, sums: torch.Tensor) -> None:
     torch.sum(values, dim=1, out=sums)
 
 
-def time_call(call: Call, clock: Clock, options: TimingConfig) -> Timing:
+def time_call(
+    call: Call,
+    clock: Clock,
+    options: TimingConfig,
+    check: Callable[[Call], None] | None = None,
+) -> Timing:
     """Time `call` after a warm-up of `options.warmup_s`, and of one call at least.
 
-    As many samples as fit `options.budget_s`, within min_samples and max_samples. Raises what
-    `call` raises.
+    As many samples as fit `options.budget_s`, within min_samples and max_samples. After the last,
+    `check` is called once, with what was timed: it runs that and raises if the answer is wrong; the
+    answer of `call` says nothing of a graph that does less. Raises what `call` and `check` raise.
     """
     prepared = clock.prepare(call)
     estimate_s = _warm_up(prepared.replay, clock, options)
     count = int(options.budget_s / max(estimate_s, 1e-9))
     count = max(options.min_samples, min(count, options.max_samples))
     samples = clock.sample(prepared.replay, count, options.cold_l2)
+    if check is not None:
+        check(prepared.replay)
     p20, p50, p80 = (float(p) for p in np.percentile(samples, [20, 50, 80]))
     return Timing(p20, p50, p80, len(samples), prepared.method)
 

@@ -89,8 +89,8 @@ class Attention(Operation[AttentionConfig]):
         if isinstance(config, DecodeConfig):
             return limited(config, context_len=max(200, 2 * config.block_size + 7))
         # A program's share of queries, so that no key is read twice; more than that to compile.
-        group = config.num_heads // config.num_kv_heads
-        query_len = min(lengths(config)[1], 512 if to_compile else max(1, 64 // group))
+        share = max(1, (config.tile.m or 64) * config.num_kv_heads // config.num_heads)
+        query_len = min(lengths(config)[1], 512 if to_compile else share)
         cached_len = min(config.cached_len, 130)
         return limited(config, prompt_len=cached_len + query_len, cached_len=cached_len)
 

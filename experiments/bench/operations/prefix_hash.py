@@ -1,5 +1,6 @@
 """Looking prompts up: hashing their blocks, matching cached prefixes, gathering what was found."""
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -96,7 +97,6 @@ class MatchPrefix(HashBlocks):
             self.num_blocks, config.block_size, hasher=self.hasher, track_index_changes=True
         )
         self.cached = np.stack([self._cache(prompt, num_cached) for prompt in self.prompts])
-        self.index = self._copy_index(device)
         width = (config.prompt_len - 1) // config.block_size
         self.block_tables = poisoned(config.num_prompts, width, dtype=torch.int32, device=device)
         self.matched_lens = poisoned(config.num_prompts, dtype=torch.int32, device=device)
@@ -108,9 +108,13 @@ class MatchPrefix(HashBlocks):
         self.allocator.mark_computed(block_ids)
         return block_ids
 
-    def _copy_index(self, device: torch.device) -> DevicePrefixIndex:
+    @functools.cached_property
+    def index(self) -> DevicePrefixIndex:
+        """Made when first asked for: the host needs none."""
         host, pool = self.allocator.index, self.allocator.pool
-        index = DevicePrefixIndex(host.num_buckets, self.num_blocks, self.config.block_size, device)
+        index = DevicePrefixIndex(
+            host.num_buckets, self.num_blocks, self.config.block_size, self.device
+        )
         changes = host.drain_changes()
         block_ids = changes.block_ids
         index.apply_changes(*changes, pool.token_ids[block_ids], pool.computed[block_ids])
