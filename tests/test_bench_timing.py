@@ -3,6 +3,7 @@
 import logging
 import types
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -125,6 +126,26 @@ def test_what_the_call_raises_is_raised() -> None:
         time_call(fail, HostClock(), options())
 
 
+def test_the_check_follows_the_last_sample_and_gets_what_was_timed() -> None:
+    clock = FakeClock(lambda i: 0.25)
+    answer, seen = object(), []
+
+    def check(replay: timing.Call) -> None:
+        seen.append((replay(), clock.num_samples))
+
+    result = time_call(lambda: answer, clock, options(warmup_s=1.0), check)
+    assert seen == [(answer, sum(clock.warmups) + result.num_samples)]
+
+
+def test_what_the_check_raises_is_raised() -> None:
+    def refuse(replay: timing.Call) -> None:
+        raise ArithmeticError("wrong answer")
+
+    clock = FakeClock(lambda i: 0.25)
+    with pytest.raises(ArithmeticError, match="wrong answer"):
+        time_call(nothing, clock, options(), refuse)
+
+
 # HostClock
 
 
@@ -147,6 +168,18 @@ def test_the_host_clock_times_a_real_call() -> None:
     assert 5 <= result.num_samples <= 9
     assert 0 < result.p20_s <= result.p50_s <= result.p80_s
     assert len(calls) >= 2 + result.num_samples
+
+
+def test_what_the_host_clock_times_returns_the_answer() -> None:
+    answers = []
+
+    def call() -> object:
+        answers.append(object())
+        return answers[-1]
+
+    prepared = HostClock().prepare(call)
+    assert prepared.replay() is answers[-1]
+    assert len(answers) == 2
 
 
 def test_a_cpu_is_timed_on_the_host() -> None:
@@ -343,6 +376,66 @@ def test_samples_are_waited_for_in_batches(make_clock: MakeClock, count: int) ->
     assert runs[-1] == ""
 
 
+class Answer:
+    """What a call returns: anything that can be told from its like."""
+
+
+def test_a_graph_is_checked_by_the_answer_of_its_capture(make_clock: MakeClock) -> None:
+    """By one more replay, once the device is done; the call itself could answer rightly while its
+    graph does less."""
+    clock, cuda = make_clock()
+    answers, seen = [], []
+
+    def call() -> Answer:
+        cuda.launch()
+        answers.append(Answer())
+        return answers[-1]
+
+    def check(replay: timing.Call) -> None:
+        assert cuda.trace[-1] == "synchronize"
+        seen.append(replay())
+
+    time_call(call, clock, options(min_samples=3, max_samples=3), check)
+    assert cuda.num_elapsed == 1 + 3
+    assert cuda.trace[-1] == "replay on default"
+    assert len(answers) == timing.CAPTURE_WARMUP_CALLS + 1
+    assert seen == answers[-1:]
+
+
+def test_without_a_graph_each_run_returns_its_own_answer(make_clock: MakeClock) -> None:
+    clock, _ = make_clock(fault="end")
+    answers = []
+
+    def call() -> Answer:
+        answers.append(Answer())
+        return answers[-1]
+
+    prepared = clock.prepare(call)
+    assert prepared.method == "stream"
+    count = len(answers)
+    assert prepared.replay() is answers[-1]
+    assert len(answers) == count + 1
+
+
+def test_a_graph_and_its_answer_live_as_long_as_the_replay(
+    make_clock: MakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And no longer: they hold memory that the next call needs."""
+    clock, cuda = make_clock()
+    alive = weakref.WeakSet()
+
+    def new(made: object) -> object:
+        alive.add(made)
+        return made
+
+    monkeypatch.setattr(cuda, "CUDAGraph", lambda: new(FakeGraph(cuda)))
+    replay = clock.prepare(lambda: new(Answer())).replay
+    assert {type(kept) for kept in alive} == {FakeGraph, Answer}
+    assert len(alive) == 2
+    del replay
+    assert len(alive) == 0
+
+
 @pytest.mark.parametrize("fault", ["call", "end", "empty"])
 def test_what_cannot_be_captured_is_launched_instead(
     make_clock: MakeClock, fault: str, caplog: pytest.LogCaptureFixture
@@ -443,6 +536,35 @@ def test_rates_are_bytes_over_time(num_bytes: int) -> None:
     )
 
 
+READS = ["row sums", "float32 products", "bfloat16 products"]
+
+
+@pytest.mark.parametrize("fastest", READS)
+def test_of_the_ways_to_read_the_fastest_counts(
+    fastest: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Rows were only summed once, below what memory can do: kernels that read lay above it."""
+    # Of 4 samples each, the first of them to warm up: copies to and from the host, then a copy.
+    first = 4 * (3 + READS.index(fastest))
+    clock = FakeClock(lambda i: 0.25 if first <= i < first + 4 else 0.5)
+    with caplog.at_level(logging.INFO):
+        result = measure(clock)
+    assert result.read_bytes_per_s == 4 * ALL_BYTES
+    assert result.copy_bytes_per_s == 4 * ALL_BYTES
+    assert result.matrix_flops_per_s == 4 * 16**3
+    assert [f"by {fastest}" in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_what_is_read_is_of_ordinary_numbers_in_both_dtypes() -> None:
+    values = ceilings._random(ALL_BYTES, CPU)
+    assert values.dtype == torch.float32
+    assert values.shape == (8, timing.ROW)
+    for seen in (values, values.view(torch.bfloat16)):
+        assert 0 <= seen.min() < 0.01
+        assert 0.99 < seen.max() <= 1
+        assert len(seen.unique()) > 100
+
+
 def test_only_the_empty_call_is_as_cold_as_what_it_is_held_against() -> None:
     clock = FakeClock(lambda i: 0.5)
     measure(clock)
@@ -497,14 +619,37 @@ def test_the_tolerance_of_fp32_matrices_excludes_tf32() -> None:
     assert (rounded - exact).abs().max() > 2 * tolerance
 
 
-@pytest.mark.parametrize("what", ["copy", "read", "matmul"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("left_out", ["columns", "row"])
+def test_products_that_leave_out_a_part_are_not_timed(
+    monkeypatch: pytest.MonkeyPatch, left_out: str, dtype: torch.dtype
+) -> None:
+    """The last row, or a thirtieth of each: memory would seem faster than it is."""
+    mv = torch.mv
+
+    def spoiled(matrix: torch.Tensor, vector: torch.Tensor, out: torch.Tensor) -> None:
+        if matrix.dtype != dtype:
+            mv(matrix, vector, out=out)
+        elif left_out == "row":
+            mv(matrix[:-1], vector, out=out[:-1])
+        else:
+            start = len(vector) // 30
+            mv(matrix[:, start:], vector[start:], out=out)
+
+    monkeypatch.setattr(torch, "mv", spoiled)
+    name = str(dtype).removeprefix("torch.")
+    with pytest.raises(RuntimeError, match=f"read by {name} products: wrong answer"):
+        measure(FakeClock(lambda i: 0.5))
+
+
+@pytest.mark.parametrize("what", ["copy", "read by row sums", "matmul"])
 def test_wrong_answers_are_not_timed(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     def spoiled(*args: torch.Tensor, out: torch.Tensor) -> None:
         out.fill_(1.0)
 
     if what == "copy":
         monkeypatch.setattr(torch.Tensor, "copy_", lambda self, source, non_blocking: self)
-    elif what == "read":
+    elif what == "read by row sums":
         monkeypatch.setattr(ceilings, "read_rows", lambda values, sums: sums.fill_(1.0))
     else:
         monkeypatch.setattr(torch, "matmul", spoiled)
