@@ -2,6 +2,8 @@
 
 import itertools
 import math
+import re
+import textwrap
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -17,11 +19,20 @@ RANGES = {"p50_us": ("p20_us", "p80_us")}
 """Metrics that are drawn with a range around them, and which metrics bound it."""
 MAX_OCCUPANCY_PANELS = 64
 MAX_BARS = 60
+MAX_WRITTEN_CELLS = 200
+"""Of a heat map: in larger ones numbers would run into each other."""
+TITLE_WIDTH = 44
+"""Characters that fit above a panel."""
+NUMBER = re.compile(r"\d+(?:\.\d+)?")
 MARKERS = "osv^D<>pXP"
 LINE_COLORS = (
     *("#30638e", "#d1495b", "#2e933c", "#e07a1f", "#7b4fa3", "#8c5a3c"),
     *("#d977b6", "#5f6b6d", "#b0a01f", "#1aa7b8", "#1b1b7a", "#9acd32"),
 )
+IMPLEMENTATIONS = (
+    *("prefixlab", "torch_ops", "flex_attention", "flashinfer", "vllm", "flash_attn", "host"),
+)
+"""Those that come first in the colors; others follow in the order of the rows."""
 OCCUPANCY_COLORS = {"in_use": "#d1495b", "cached": "#edae49", "free": "#d9e2e7"}
 
 
@@ -46,8 +57,9 @@ def metric_figure(metric: str, rows: list[Row], swept: list[str]) -> Figure:
     """A metric over the swept keys: points for one key, a heat map for two, a panel for others.
 
     Where the second key is a choice of names, a line each takes the place of the map. All panels
-    share one scale, logarithmic for times that differ by more than a decade. A point without a
-    value is left out of a line and grey in a map; a panel without any is left out.
+    share one scale, maps of different operations excepted; it is logarithmic for times that differ
+    by more than a decade. A point without a value is left out of a line and grey in a map; a panel
+    without any is left out.
     """
     x, *others = choose_axes(swept, rows)
     y, panel_keys = (others[0], others[1:]) if others else (None, [])
@@ -60,10 +72,14 @@ def metric_figure(metric: str, rows: list[Row], swept: list[str]) -> Figure:
     are_lines = y is None or (_is_named(rows, y) and not _is_named(rows, x))
     columns = min(len(panels), 3)
     height = math.ceil(len(panels) / columns)
-    panel_height = 3.9 if are_lines else max(3.9, 1.2 + 0.25 * len(_levels(rows, y)))
-    figure = Figure(figsize=(5.6 * columns, panel_height * height), layout="constrained")
+    panel_width, panel_height = (5.6, 3.9) if are_lines else _map_size(rows, x, y)
+    size = panel_width * columns, panel_height * height
+    figure = Figure(figsize=size, layout="constrained")
     axes = figure.subplots(height, columns, squeeze=False, sharey=are_lines)
-    norm = _norm(metric, [row["metrics"][metric] for row in have])
+    norm = _norm(metric, have)
+    alike = ["operation"] if "operation" in panel_keys else []
+    norms = {key: _norm(metric, members) for key, members in _grouped(have, alike).items()}
+    styles = _styles(rows, y if y is not None else "implementation")
     for axis, (panel, members) in itertools.zip_longest(
         axes.flat, panels.items(), fillvalue=((), [])
     ):
@@ -71,27 +87,51 @@ def metric_figure(metric: str, rows: list[Row], swept: list[str]) -> Figure:
             axis.set_axis_off()
             continue
         if y is None:
-            _draw_points(axis, metric, members, x)
+            _draw_points(axis, metric, members, x, styles)
         elif are_lines:
-            _draw_lines(axis, metric, members, x, y)
+            _draw_lines(axis, metric, members, x, y, styles)
         else:
-            _draw_heat_map(axis, metric, members, x, y, norm)
+            (key,) = _grouped(members, alike)
+            _draw_heat_map(axis, metric, members, x, y, norms[key])
         if are_lines and isinstance(norm, LogNorm):
             axis.set_yscale("log")
         name = metric
         if are_lines and metric in RANGES:
             name += f", bars from {' to '.join(RANGES[metric])}"
-        title = ", ".join(f"{k}={v}" for k, v in zip(panel_keys, panel, strict=True))
-        axis.set_title(f"{name}\n{title}" if title else name, fontsize=11)
+        pairs = zip(panel_keys, panel, strict=True)
+        title = ", ".join(f"{_short_key(key, swept)}={value}" for key, value in pairs)
+        axis.set_title("\n".join([name, *textwrap.wrap(title, TITLE_WIDTH)]), fontsize=11)
     _warn(figure, have)
     return figure
 
 
-def _norm(metric: str, values: list[float]) -> Normalize:
-    """The scale of all panels: logarithmic for times that differ by more than a decade."""
+def _map_size(rows: list[Row], x: str, y: str) -> tuple[float, float]:
+    """Width and height of a heat map, in inches, that has room for its labels and numbers."""
+    lines = _levels(rows, y)
+    label_width = 0.08 * max(len(_label(line)) for line in lines)
+    width = 2 + label_width + 0.55 * min(len(_levels(rows, x)), 20)
+    return max(5.6, width), max(3.9, 1.2 + 0.25 * len(lines))
+
+
+def _norm(metric: str, rows: list[Row]) -> Normalize:
+    """The scale of these rows: logarithmic for times that differ by more than a decade."""
+    values = [row["metrics"][metric] for row in rows]
     low, high = np.nanmin(values), np.nanmax(values)
     is_time = metric.endswith(("_s", "_us")) and not metric.endswith("_per_s")
     return LogNorm(low, high) if is_time and 0 < 10 * low < high else Normalize(low, high)
+
+
+def _styles(rows: list[Row], key: str) -> dict[str, dict[str, str]]:
+    """Color and marker of each value of a swept key; of an implementation the same everywhere."""
+    if key == "implementation":
+        named = [row["config"].get(key, "") for row in rows]
+        names = dict.fromkeys([*IMPLEMENTATIONS, *named])
+    else:
+        names = _levels(rows, key)
+    return {
+        name: {"color": LINE_COLORS[i % len(LINE_COLORS)], "marker": MARKERS[i % len(MARKERS)]}
+        for i, name in enumerate(names)
+    }
 
 
 def _warn(figure: Figure, rows: list[Row]) -> None:
@@ -107,17 +147,15 @@ def roofline_figure(rows: list[Row]) -> Figure:
 
     Left, rows that compute: FLOP/s over FLOPs a byte, under the rate of memory (slanted) and that
     of matrix products (level). Right, rows that only move bytes: a bar each, and a tick at the rate
-    of their link. Hollow: launching takes as long as the kernel. Rows without such metrics only
-    keep implementations in their colors.
+    of their link. Hollow: launching takes as long as the kernel. Rows without such metrics are left
+    out.
     """
-    names = list(dict.fromkeys(row["config"]["implementation"] for row in rows))
+    styles = _styles(rows, "implementation")
     rows = [row for row in rows if "achieved_tflop_per_s" in row["metrics"]]
     computing = [row for row in rows if row["metrics"]["flops"]]
     moving = [row for row in rows if not row["metrics"]["flops"]]
     present = {row["config"]["implementation"] for row in rows}
-    colors = {
-        name: LINE_COLORS[i % len(LINE_COLORS)] for i, name in enumerate(names) if name in present
-    }
+    colors = {name: style["color"] for name, style in styles.items() if name in present}
     num_panels = bool(computing) + bool(moving)
     height = max(5.5, 1.2 + 0.25 * min(len(moving), MAX_BARS))
     figure = Figure(figsize=(7 * num_panels + 1.5, height), layout="constrained")
@@ -336,20 +374,27 @@ def _name_winners(axis: Axes, curves: dict[str, dict[int, float]], base: dict[in
         previous = best
 
 
-def _draw_points(axis: Axes, metric: str, rows: list[Row], x: str) -> None:
-    _plot_levels(axis, metric, rows, x, _levels(rows, x), color="#30638e", marker="o")
+def _draw_points(
+    axis: Axes, metric: str, rows: list[Row], x: str, styles: dict[str, dict[str, str]]
+) -> None:
+    """A line, in the color of the implementation; or a point each where these are compared."""
+    levels = _levels(rows, x)
+    for name in levels if x == "implementation" else [rows[0]["config"].get("implementation", "")]:
+        members = [row for row in rows if x != "implementation" or row["swept"][x] == name]
+        if any(metric in row["metrics"] for row in members):
+            _plot_levels(axis, metric, members, x, levels, **styles[name])
     axis.set_xlabel(x)
     axis.grid(alpha=0.3)
 
 
-def _draw_lines(axis: Axes, metric: str, rows: list[Row], x: str, y: str) -> None:
+def _draw_lines(
+    axis: Axes, metric: str, rows: list[Row], x: str, y: str, styles: dict[str, dict[str, str]]
+) -> None:
     levels = _levels(rows, x)
-    for i, name in enumerate(_levels(rows, y)):
+    for name in _levels(rows, y):
         members = [row for row in rows if row["swept"][y] == name]
-        if not any(metric in row["metrics"] for row in members):
-            continue
-        style = {"color": LINE_COLORS[i % len(LINE_COLORS)], "marker": MARKERS[i % len(MARKERS)]}
-        _plot_levels(axis, metric, members, x, levels, label=name, markersize=4, **style)
+        if any(metric in row["metrics"] for row in members):
+            _plot_levels(axis, metric, members, x, levels, label=name, markersize=4, **styles[name])
     axis.set_xlabel(x)
     axis.grid(alpha=0.3)
     axis.legend(fontsize=7, title=y, title_fontsize=7, ncols=2)
@@ -395,7 +440,7 @@ def _draw_heat_map(
     axis.set_yticks(range(len(lines)), [_label(level) for level in lines])
     axis.set_xlabel(x)
     axis.set_ylabel(y)
-    if grid.size > 150:
+    if grid.size > MAX_WRITTEN_CELLS:
         return
     for (line, column), value in np.ndenumerate(grid):
         text = "-" if np.isnan(value) else _label(value)
@@ -427,12 +472,22 @@ def _grouped(rows: list[Row], keys: list[str]) -> dict[tuple, list[Row]]:
 
 
 def _levels(rows: list[Row], key: str) -> list:
-    """The distinct values of a swept key: numbers by size, others in the order of the rows."""
+    """The distinct values of a swept key: numbers by size, others in the order of the rows.
+
+    Words that differ in numbers alone stand together, in the order of these.
+    """
     levels = []
     for row in rows:
         if row["swept"][key] not in levels:
             levels.append(row["swept"][key])
-    return sorted(levels) if all(isinstance(level, int | float) for level in levels) else levels
+    if all(isinstance(level, int | float) for level in levels):
+        return sorted(levels)
+    if not _is_named(rows, key):
+        return levels
+    words = [NUMBER.sub("#", level) for level in levels]
+    numbers = [[*map(float, NUMBER.findall(level))] for level in levels]
+    places = [(words.index(word), number) for word, number in zip(words, numbers, strict=True)]
+    return [level for _, level in sorted(zip(places, levels, strict=True))]
 
 
 def _is_named(rows: list[Row], key: str) -> bool:
@@ -442,6 +497,12 @@ def _is_named(rows: list[Row], key: str) -> bool:
 
 def _rank(key: str, row: Row, rows: list[Row]) -> int:
     return _levels(rows, key).index(row["swept"][key])
+
+
+def _short_key(key: str, swept: list[str]) -> str:
+    """The last part of a dotted key, or all of it where another one ends in the same."""
+    last = key.rpartition(".")[2]
+    return key if [other.rpartition(".")[2] for other in swept].count(last) > 1 else last
 
 
 def _short_title(row: Row, keys: list[str]) -> str:

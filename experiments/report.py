@@ -31,7 +31,8 @@ MAX_UNRANKED_ROWS = 100
 NAMED = ("workload", "prompts", "model", "operation", "implementation", "gpu")
 NOT_DRAWN = (
     *("p20_us", "p80_us"),  # they stand as a range around p50_us
-    *("samples", "needed_bytes", "flops", "intensity", "launch_bound"),
+    *("samples", "needed_bytes", "flops", "intensity", "launch_bound", "limit_us"),
+    *("loads_16_bytes", "async_16_bytes", "matrix_instructions"),
     *("link_gb_per_s", "copy_gb_per_s", "matrix_tflop_per_s", "empty_call_us"),
 )
 """Metrics that say how, or on what, others were measured: in the table, but no figures."""

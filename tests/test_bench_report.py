@@ -12,6 +12,7 @@ from matplotlib.lines import Line2D
 from omegaconf import OmegaConf
 
 from experiments import report
+from experiments.bench.implementations import NAMES
 from experiments.callbacks import Results
 from experiments.plots import (
     LINE_COLORS,
@@ -401,8 +402,6 @@ def test_the_legend_of_a_roofline_stands_outside() -> None:
         *("prefixlab", "torch_ops", "decode", "merge_states"),
         *("measured rate of the link", "hollow: launch-bound"),
     ]
-    # The first color is kept for the absent one, which the other figures count, too.
-    assert to_hex(legend.legend_handles[0].get_color()) == LINE_COLORS[1]
     figure.draw_without_rendering()
     left = legend.get_window_extent().x0
     assert all(axis.get_window_extent().x1 < left for axis in figure.axes)
@@ -429,6 +428,130 @@ def test_ceilings_and_counts_are_in_the_table_and_not_drawn(tmp_path: Path) -> N
     }
     header = (tmp_path / "out" / "results.csv").read_text().splitlines()[0].split(",")
     assert {"samples", "p20_us", "link_gb_per_s", "launch_bound"} <= set(header)
+
+
+def test_what_the_compiler_counts_is_in_the_table_and_not_drawn(tmp_path: Path) -> None:
+    counted = {"loads_16_bytes", "async_16_bytes", "matrix_instructions", "limit_us"}
+    counted.add("launch_bound")
+    rows = [
+        bench_row({"a": i}, dict.fromkeys([*counted, "registers"], i), notes=PREDICTED)
+        for i in (1, 0)
+    ]
+    write(tmp_path / "out", rows)
+    assert [path.stem for path in (tmp_path / "out" / "plots").iterdir()] == ["registers"]
+    header = (tmp_path / "out" / "results.csv").read_text().splitlines()[0].split(",")
+    assert counted < set(header)
+
+
+def tile_rows() -> list[Row]:
+    """As of tile_choice: prefill takes ten times as long as decode."""
+    sizes = {"m": (16, 64), "n": (32, 64), "num_warps": (2, 4), "num_stages": (2, 3)}
+    rows = []
+    for i, (name, *tile) in enumerate(itertools.product(("decode", "prefill"), *sizes.values())):
+        swept = {f"operation.tile.{key}": size for key, size in zip(sizes, tile, strict=True)}
+        p50_us = (300.0 if name == "decode" else 3000.0) + i % 16
+        rows.append(bench_row({"operation": name} | swept, timed(p50_us, 4e9)))
+    return rows
+
+
+def panels_of(figure: Figure) -> list[Axes]:
+    return [axis for axis in figure.axes if axis.images]
+
+
+def test_maps_of_different_operations_have_scales_of_their_own() -> None:
+    """On one scale, each panel of tile_choice had a single color."""
+    rows = tile_rows()
+    panels = panels_of(metric_figure("p50_us", rows, list(rows[0]["swept"])))
+    assert len(panels) == 8
+    for axis in panels:
+        low = 300.0 if axis.get_title().endswith("operation=decode") else 3000.0
+        assert axis.images[0].get_clim() == (low, low + 15)
+        assert not isinstance(axis.images[0].norm, LogNorm)
+    # Where operations are an axis of the map, they are compared.
+    suite = suite_rows()
+    (axis,) = panels_of(metric_figure("p50_us", suite, list(suite[0]["swept"])))
+    assert axis.images[0].get_clim() == (4.0, 40000.0)
+
+
+def test_titles_of_panels_are_short_and_stay_within_theirs() -> None:
+    rows = tile_rows()
+    for row in rows:
+        row["swept"] |= {"gpu.memory_bytes_per_s": 123456789000.0, "seed": 12345678}
+    swept = list(rows[0]["swept"])
+    figure = metric_figure("p50_us", rows, swept)
+    titles = [axis.get_title() for axis in panels_of(figure)]
+    assert titles[0].splitlines() == [
+        "p50_us",
+        "num_warps=2, num_stages=2,",
+        "memory_bytes_per_s=123456789000.0,",
+        "seed=12345678, operation=decode",
+    ]
+    figure.draw_without_rendering()
+    boxes = [axis.title.get_window_extent() for axis in panels_of(figure)]
+    for left, right in itertools.pairwise(boxes[:3]):
+        assert left.x1 < right.x0
+    assert all(figure.bbox.x0 < box.x0 and box.x1 < figure.bbox.x1 for box in boxes)
+    # Of two keys that end in the same, the last part would not tell which.
+    points = itertools.product((1, 2), (1, 2), "ab", "cd")
+    keys = ["x", "y", "model", "cache.model"]
+    rows = [bench_row(dict(zip(keys, point, strict=True)), {"z": 1.0}) for point in points]
+    title = panels_of(metric_figure("z", rows, keys))[0].get_title()
+    assert title == "z\nmodel=a, cache.model=c"
+
+
+def test_a_map_of_the_fixed_set_has_its_numbers_and_a_natural_order() -> None:
+    """Sizes stood as 1, 128, 256, 32, and 182 cells without numbers."""
+    sizes = [f"decode block_size={size}" for size in (1, 8, 16, 32, 128, 256)]
+    others = [f"other_{letter}" for letter in "abcdefghijklmnopqrs"]
+    labels = ["copy_blocks", "decode", *sizes, "decode_fp8", *others]
+    rows = [
+        bench_row({"operation": label, "implementation": by}, timed(12345.0, 4e9))
+        for label, by in itertools.product(sorted(labels), "abcdefg")
+    ]
+    figure = metric_figure("p50_us", rows, ["operation", "implementation"])
+    (axis,) = panels_of(figure)
+    assert [label.get_text() for label in axis.get_yticklabels()] == labels
+    assert [text.get_text() for text in axis.texts] == ["12,345"] * 7 * len(labels)
+    figure.draw_without_rendering()
+    boxes = [text.get_window_extent() for text in axis.texts[:7]]
+    for left, right in itertools.pairwise(boxes):
+        assert left.x1 < right.x0
+
+
+def colors_of_roofline(names: list[str]) -> dict[str, str]:
+    rows = [bench_row({"implementation": name}, timed(3.0, 4e9)) for name in names]
+    handles = roofline_figure(rows).legends[0].legend_handles
+    colors = {handle.get_label(): to_hex(handle.get_color()) for handle in handles}
+    return {name: colors[name] for name in names}
+
+
+def colors_of(axis: Axes) -> list[str]:
+    return [to_hex(bars.lines[0].get_color()) for bars in axis.containers]
+
+
+def test_an_implementation_has_the_color_of_the_roofline_as_a_point_and_as_a_line() -> None:
+    """Whatever else there is in the rows, and in a panel that lacks another one."""
+    names = ["vllm", "torch_ops", "prefixlab", "mine"]
+    colors = list(colors_of_roofline(names).values())
+    assert len(set(colors)) == len(names)
+    rows = [bench_row({"implementation": name}, timed(3.0, 4e9)) for name in names]
+    (axis,) = metric_figure("p50_us", rows, ["implementation"]).axes
+    assert colors_of(axis) == colors
+    keys = ["size", "implementation", "operation"]
+    rows = [
+        bench_row(dict(zip(keys, point, strict=True)), timed(3.0, 4e9))
+        for point in itertools.product((1, 2), names, ("decode", "prefill"))
+        if point[1:] != ("vllm", "prefill")
+    ]
+    decode, prefill = metric_figure("p50_us", rows, keys).axes
+    assert (colors_of(decode), colors_of(prefill)) == (colors, colors[1:])
+    alone = by_block_size({16: 300.0, 32: 280.0}, "torch_ops")
+    (axis,) = metric_figure("p50_us", alone, ["operation.block_size"]).axes
+    assert colors_of(axis) == [colors[1]] == [*colors_of_roofline(["torch_ops"]).values()]
+
+
+def test_every_implementation_has_a_color_of_its_own() -> None:
+    assert len(set(colors_of_roofline(NAMES).values())) == len(NAMES)
 
 
 def test_implementations_are_lines_over_the_number_that_is_swept() -> None:
