@@ -244,6 +244,29 @@ def test_nothing_is_timed_before_its_answer_was_checked(
     assert calls == [1]
 
 
+def test_what_was_timed_is_checked_again(
+    launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call that is right at first and idle later is no measurement."""
+    calls = []
+
+    def prepare(op: object) -> Callable:
+        right = implementations.find_implementation("torch_ops").prepare(op)
+
+        def call() -> object:
+            calls.append(1)
+            return op.out.copy_(right()) if len(calls) == 1 else op.out
+
+        return call
+
+    fake(monkeypatch, prepare)
+    assert launch("implementation=fake", "device=rehearsal", *TINY, "hydra.run.dir=out") == 1
+    (row,) = rows_of(tmp_path / "out")
+    assert row["message"] == "WrongAnswerError: NaN or infinity in the output"
+    assert len(calls) > 4, "the samples were taken by then"
+    assert row["metrics"] == {}
+
+
 def test_an_answer_from_before_does_not_pass(
     launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

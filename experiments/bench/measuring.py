@@ -13,7 +13,7 @@ from .config import DeviceName, OperationConfig, PointConfig, TimingConfig, chec
 if TYPE_CHECKING:
     from .ceilings import Ceilings
     from .operations import Operation
-    from .timing import Clock
+    from .timing import Call, Clock
 
 log = logging.getLogger(__name__)
 
@@ -125,8 +125,12 @@ class Bench:
         ceilings = None if implementation.on_host else self._measure_ceilings(shape, timing)
         operation = self._inputs(shape, config.seed)
         call = implementation.prepare(operation)
-        operation.poison()
-        operation.check(call())
+
+        def check_answer(run: "Call") -> None:
+            operation.poison()
+            operation.check(run())
+
+        check_answer(call)
         cost = type(operation).cost(shape)
         notes = {
             "kind": self._kind(implementation.on_host),
@@ -136,9 +140,9 @@ class Bench:
         if self.chosen is DeviceName.rehearsal:
             notes["rehearsed_shape"] = describe(shape)
         if ceilings is None:
-            timed = time_call(call, HostClock(), timing)
+            timed = time_call(call, HostClock(), timing, check_answer)
             return Measurement(host_figures(cost, timed), notes=notes | {"clock": timed.method})
-        timed = time_call(call, self._device_clock(), timing)
+        timed = time_call(call, self._device_clock(), timing, check_answer)
         target = target_of(self.device)
         notes |= {"clock": timed.method, "target": target.name, "backend": target.backend}
         metrics, suspect = figures(cost, timed, ceilings, self._l2_bytes())

@@ -94,7 +94,7 @@ class CopyBlocks(BlockMove):
 
     @classmethod
     def reduced(cls, config: CopyConfig, *, to_compile: bool = False) -> CopyConfig:
-        return limited(config, num_layers=1, num_sources=1)
+        return limited(config, num_layers=1, num_sources=2)
 
 
 class GatherBlocks(BlockMove):
