@@ -110,6 +110,8 @@ class Bench:
         return False
 
     def _measure(self, config: PointConfig) -> Measurement:
+        import torch
+
         from kernels.launch import target_of
 
         from .figures import figures, host_figures
@@ -145,6 +147,7 @@ class Bench:
         timed = time_call(call, self._device_clock(), timing, check_answer)
         target = target_of(self.device)
         notes |= {"clock": timed.method, "target": target.name, "backend": target.backend}
+        notes["runtime"] = torch.version.cuda or torch.version.hip or "none"
         metrics, suspect = figures(cost, timed, ceilings, self._l2_bytes())
         if self.chosen is DeviceName.rehearsal:
             suspect = ""
