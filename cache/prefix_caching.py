@@ -135,9 +135,9 @@ class PrefixCachingBlockAllocator(NaiveBlockAllocator):
         num_revived = num_computed = 0
         if num_hits:
             hits = found[:run] if num_hits == run else found[is_hit]
-            num_revived = num_hits - int(np.count_nonzero(self.pool.ref_count[hits]))
+            num_revived = num_hits - int(np.count_nonzero(self.pool.ref_count.take(hits)))
             skippable = min(run, (len(tokens) - 1) // self.block_size)
-            num_computed = _run_length(self.pool.computed[found[:skippable]])
+            num_computed = _run_length(self.pool.computed.take(found[:skippable]))
         num_new = self.num_blocks_for(num_slots) - num_hits
         return SequencePlan(
             root, hashes, found, run, num_hits - run, num_new, num_revived, num_computed
@@ -236,7 +236,7 @@ class PrefixCachingBlockAllocator(NaiveBlockAllocator):
         """Add a reference to cached blocks, taking them off the evictor where they were on it."""
         if not len(block_ids):
             return
-        references = self.pool.ref_count[block_ids]
+        references = self.pool.ref_count.take(block_ids)
         if np.count_nonzero(references) < len(references):
             self.evictor.remove(block_ids[references == 0])
         self.evictor.on_hit(block_ids)
@@ -409,7 +409,7 @@ class PrefixCachingBlockAllocator(NaiveBlockAllocator):
         hashes = self.hasher.hash_chain(blocks, self.hasher.root(extra_key))
         found = self._lookup(hashes, blocks)
         run = found[: _run_length(found >= 0)]
-        return run[: _run_length(self.pool.computed[run])]
+        return run[: _run_length(self.pool.computed.take(run))]
 
     def reset_prefix_cache(self, device: Device | None = None) -> bool:
         if not super().reset_prefix_cache(device):

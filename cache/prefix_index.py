@@ -24,6 +24,14 @@ class IndexChanges(NamedTuple):
     block_ids: np.ndarray  # int32 [n]
 
 
+class _Found(NamedTuple):
+    """Where hashes are."""
+
+    slots: np.ndarray  # int64 [n], -1 for a hash that isn't in the table
+    home_rows: np.ndarray  # int64 [n, 8], the keys of each one's home bucket
+    num_missing: int
+
+
 class PrefixIndex:
     """A map from content hash to block id for at most `capacity` hashes.
 
@@ -51,11 +59,10 @@ class PrefixIndex:
 
     def lookup(self, hashes: np.ndarray) -> np.ndarray:
         """Return the block id of each hash, int32 [n], or -1. `hashes` is int64 [n]."""
-        slots, _ = self._find(hashes)
+        slots, _, num_missing = self._find(hashes)
         block_ids = self._flat_ids.take(slots)
-        missing = slots < 0
-        if np.count_nonzero(missing):
-            block_ids[missing] = -1
+        if num_missing:
+            block_ids[slots < 0] = -1
         return block_ids
 
     def insert(self, hashes: np.ndarray, block_ids: np.ndarray) -> None:
@@ -86,10 +93,10 @@ class PrefixIndex:
 
     def remove(self, hashes: np.ndarray) -> None:
         """Remove entries. The hashes are distinct; those not in the table are passed over."""
-        slots, home_rows = self._find(hashes)
+        slots, home_rows, num_missing = self._find(hashes)
         beside_full = _full(home_rows)
         missing = slots < 0
-        if np.count_nonzero(missing):
+        if num_missing:
             beside_full = beside_full[~missing[beside_full]]
         # Only where the home bucket is full can an entry be displaced, or have displaced others.
         if len(beside_full):
@@ -130,8 +137,7 @@ class PrefixIndex:
     def _home(self, hashes: np.ndarray) -> np.ndarray:
         return (hashes.view(np.uint64) >> self._shift).view(np.int64)
 
-    def _find(self, hashes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the slot of each hash, int64 [n], or -1, and its home bucket, int64 [n, 8]."""
+    def _find(self, hashes: np.ndarray) -> _Found:
         buckets = self._home(hashes)
         home_rows = rows = self.keys.take(buckets, axis=0)
         slots = buckets * BUCKET_SIZE + (rows == hashes[:, None]).argmax(axis=1)
@@ -139,7 +145,7 @@ class PrefixIndex:
         if np.count_nonzero(hashes) < len(hashes):
             found &= hashes != EMPTY
         if np.count_nonzero(found) == len(found):
-            return slots, home_rows
+            return _Found(slots, home_rows, 0)
         missed = ~found
         slots[missed] = -1
         # A miss is final where its bucket has a free entry; elsewhere the next bucket may hold it.
@@ -153,7 +159,7 @@ class PrefixIndex:
             slots[open_[found]] = candidates[found]
             missed = np.flatnonzero(~found)
             open_ = open_[missed[_full(rows[missed])]]
-        return slots, home_rows
+        return _Found(slots, home_rows, int(np.count_nonzero(slots < 0)))
 
     def _has_displaced(self, hashes: np.ndarray, slots: np.ndarray) -> np.ndarray:
         """Whether a full home bucket may have entries elsewhere, or lost this one, bool [n]."""
@@ -165,7 +171,7 @@ class PrefixIndex:
 
     def _remove_one(self, hash_: np.ndarray) -> None:
         """Remove an entry, and pull displaced ones back if its bucket is full."""
-        hole = int(self._find(hash_)[0][0])
+        hole = int(self._find(hash_).slots[0])
         was_full = self.keys[hole // BUCKET_SIZE].all()
         self._flat_keys[hole] = EMPTY
         self._size -= 1
