@@ -146,7 +146,8 @@ def _heading(table: pd.DataFrame, manifest: dict) -> str:
     if not finished:
         return f"no finished point of {len(table)}"
     if _is_ranked(table, manifest):
-        return f"best of {len(table)} by {manifest['shown']['rank_by']}:"
+        tried = int((table["status"] != "absent").sum())
+        return f"best of {tried} by {manifest['shown']['rank_by']}:"
     first = f", the first {MAX_UNRANKED_ROWS}" if finished > MAX_UNRANKED_ROWS else ""
     return f"{finished} finished of {_points(len(table))}{first}:"
 
@@ -157,7 +158,9 @@ def _kinds(rows: list[Row]) -> list[str]:
         (row["notes"]["kind"], row.get("device")) for row in rows if "kind" in row.get("notes", {})
     )
     return [
-        f"{kind[0].upper()}{kind[1:]}. Device: {device or 'none'}."
+        f"{kind[0].upper()}{kind[1:]}."
+        # A GPU beside the CPU that did the work has no part in it.
+        + ("" if kind.endswith("on the CPU") else f" Device: {device or 'none'}.")
         + (f" ({_points(count)})" if len(kinds) > 1 else "")
         for (kind, device), count in kinds.items()
     ]

@@ -15,7 +15,7 @@ from experiments.bench.config import BenchConfig, DeviceName, TimingConfig
 from experiments.bench.implementations.implementation import Implementation
 from experiments.bench.shapes import SHAPES
 from experiments.config import to_object
-from experiments.ranges import InputError
+from experiments.ranges import ConfigError, InputError
 from experiments.results import Row
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -86,13 +86,12 @@ def test_every_experiment_composes_whole(experiment: str) -> None:
     params = {key: str(values).split(",") for key, values in config.hydra.sweeper.params.items()}
     assert set(params.get("implementation", [])) <= set(implementations.NAMES)
     assert set(params.get("operation", [])) <= set(SHAPES)
-    kind = type(to_object(composed(f"experiment={experiment}")).operation)
-    for shape in params.get("operation", []):
-        kind = type(SHAPES[shape])
-        for key in (key for key in params if key.startswith("operation.")):
-            names = {field.name for field in dataclasses.fields(kind)}
-            assert key.split(".")[1] in names
-    assert dataclasses.is_dataclass(kind)
+    default = to_object(composed(f"experiment={experiment}")).operation.name
+    keys = [key.split(".")[1] for key in params if key.startswith("operation.")]
+    for shape in params.get("operation", [default]):
+        names = {field.name for field in dataclasses.fields(SHAPES[shape])}
+        assert set(keys) <= names
+    assert keys or "operation" in params
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
@@ -390,3 +389,19 @@ def test_a_device_that_no_longer_answers_is_lost(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(torch.cuda, "synchronize", illegal)
     assert bench.is_lost()
+
+
+def test_a_file_that_is_no_implementation_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = type(sys)("experiments.bench.implementations.mine")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(implementations, "NAMES", [*implementations.NAMES, "mine"])
+    with pytest.raises(ConfigError, match=r"mine.py: expected IMPLEMENTATION = "):
+        implementations.find_implementation("mine")
+
+
+def test_many_splits_are_rehearsed_as_few(launch: Launch, tmp_path: Path) -> None:
+    run = ["device=rehearsal", *TINY, "operation.num_splits=1024", "hydra.run.dir=out"]
+    assert launch(*run) == 0
+    (row,) = rows_of(tmp_path / "out")
+    assert "num_splits=1024" in row["notes"]["shape"]
+    assert "num_splits=4" in row["notes"]["rehearsed_shape"]

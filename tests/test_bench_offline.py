@@ -26,11 +26,12 @@ from experiments.bench.config import (
 )
 from experiments.bench.implementations.prefixlab import launched_splits
 from experiments.bench.metering import meter
-from experiments.bench.offline import predicted_figures, report
+from experiments.bench.offline import predicted_figures, report, static_figures
 from experiments.bench.operations import OPERATIONS, operation_of
 from experiments.bench.operations.attention import lengths, split_bytes
 from experiments.bench.schema import register
 from experiments.bench.shapes import SHAPES
+from experiments.bench.tables import _machine_code
 from experiments.config import to_object
 from experiments.gpu import GpuConfig
 from experiments.results import AbsentError
@@ -258,10 +259,10 @@ def test_what_a_target_cannot_do_is_absent() -> None:
 # ---- the README's table
 
 
-def readme_table() -> list[dict[str, str]]:
-    """The lines of the README's table of predictions, by its heads."""
+def readme_table(start: str = "| operation          |    MB |") -> list[dict[str, str]]:
+    """The lines of one of the README's two tables, by its heads."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    start = text.index("| operation          |    MB |")
+    start = text.index(start)
     lines = text[start : text.index("\n\n", start)].splitlines()
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
     return [dict(zip(cells[0], line, strict=True)) for line in cells[2:]]
@@ -286,5 +287,15 @@ def test_the_readme_s_predictions_are_the_code_s() -> None:
             touched = ratio * cost.bytes_moved
             if isinstance(shape, DecodeConfig | PrefillConfig):
                 touched += split_bytes(shape, launched_splits(shape, TARGETS[gpu.target]))
-            us = predicted_figures(cost, touched, gpu, Dtype.bf16)["predicted_us"]
-            assert line[f"{gpu.name}, us"].rstrip("~") == f"{us:,.4g}"
+            figures = predicted_figures(cost, touched, gpu, Dtype.bf16)
+            mark = "~" * figures["launch_bound"]
+            assert line[f"{gpu.name}, us"] == f"{figures['predicted_us']:,.4g}{mark}"
+
+
+def test_the_readme_s_machine_code_is_the_compiler_s() -> None:
+    """For one target; nothing spills there."""
+    for line in readme_table("| operation                                     |"):
+        reports = compile_elsewhere(SHAPES[line["operation"].split(", ")[0]], "sm_90")
+        assert not any(one.spilled_bytes for one in reports)
+        figures = static_figures(reports) | {"launch_bound": 0}
+        assert line["sm_90"] == _machine_code(figures)

@@ -108,6 +108,10 @@ class FakeBench:
         return False
 
 
+ended: list[object] = []
+"""What `main_with` ended with, the last one last."""
+
+
 def main_with(
     monkeypatch: pytest.MonkeyPatch, folder: Path, outcomes: dict[str, object], *arguments: str
 ) -> int:
@@ -119,6 +123,7 @@ def main_with(
     with pytest.raises(SystemExit) as end:
         suite.main()
     logging.root.handlers[:], logging.root.level = handlers, level
+    ended.append(end.value.code)
     return int(end.value.code) if not isinstance(end.value.code, str) else 1
 
 
@@ -144,7 +149,7 @@ def test_a_failed_or_suspect_point_fails_the_run_and_the_rest_goes_on(
 def test_what_there_is_no_time_for_is_said(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    assert main_with(monkeypatch, tmp_path, {}, "--no-tests", "--budget-s=1e-6") == 0
+    assert main_with(monkeypatch, tmp_path, {}, "--no-tests", "--budget-s=1e-6") == 1
     number = len(list(suite.points()))
     own, torch_ops = (
         sum(point.implementation == name for point in suite.points())
@@ -179,7 +184,8 @@ def test_the_same_folder_goes_on_where_it_was(
         suite.main()
     assert end.value.code == 0
     assert len(again.seen) == len(list(suite.points())) - 2
-    assert again.seen[:2] == ["decode by prefixlab", "prefill by prefixlab"]
+    assert again.seen[0] == "prefill by prefixlab"
+    assert again.seen[-1] == "decode by prefixlab", "what failed may end the run again"
 
 
 def test_what_is_needed_is_said_with_what_was_found(
@@ -194,9 +200,14 @@ def test_what_is_needed_is_said_with_what_was_found(
         return found[name]
 
     monkeypatch.setattr(suite, "version", version)
+    monkeypatch.setattr(suite, "packages_distributions", lambda: {})
     wanted = ["torch >= 2.11 (found 2.9.1+cu128)", "einops >= 0.8 (found none)"]
     assert suite.missing_requirements() == wanted
+    monkeypatch.setattr(suite, "packages_distributions", lambda: {"einops": ["einops-nightly"]})
+    found["einops-nightly"] = "0.9"
+    assert suite.missing_requirements() == wanted[:1]
     assert main_with(monkeypatch, tmp_path / "out", {}) == 1
+    assert "lacks torch >= 2.11 (found 2.9.1+cu128); choose another with PYTHON=" in str(ended[-1])
 
 
 @pytest.mark.parametrize(
@@ -230,46 +241,96 @@ def test_tests_that_hang_have_not_passed(
     assert "tests: NOT FINISHED within 120 s\n" in capsys.readouterr().out
 
 
+def measure_until_lost(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, lost_in: str, message: str = "CUDA error"
+) -> list[str]:
+    """The points seen by a run in which one of them, if it comes to that, loses the GPU."""
+    bench = FakeBench({lost_in: RuntimeError(message)})
+    bench.is_lost = lambda: True
+    monkeypatch.setattr(suite, "Bench", lambda chosen: bench)
+    monkeypatch.setattr(sys, "argv", ["suite", f"--dir={folder}", "--no-tests"])
+    with pytest.raises(SystemExit) as end:
+        suite.main()
+    assert end.value.code == 1
+    return bench.seen
+
+
 def test_a_lost_gpu_ends_the_run_with_what_was_measured(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     """After an illegal access every later call in the process would fail, too."""
+    monkeypatch.setattr(suite, "choose_device", lambda wanted: DeviceName.rehearsal)
     message = "CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be"
-    outcomes = {"prefill by prefixlab": RuntimeError(message)}
-    monkeypatch.setattr(FakeBench, "is_lost", lambda self: True)
-    assert main_with(monkeypatch, tmp_path, outcomes, "--no-tests") == 1
-    number = [f"{p.label} by {p.implementation}" for p in suite.points()].index(
-        "prefill by prefixlab"
-    )
-    assert len(rows_in(tmp_path)) == number + 1
+    names = [point.name for point in suite.points()]
+    seen = measure_until_lost(monkeypatch, tmp_path, "merge_states by prefixlab", message)
+    number = names.index("merge_states by prefixlab")
+    assert len(seen) == len(rows_in(tmp_path)) == number + 1
     printed = capsys.readouterr().out
-    assert "the GPU is lost to this process, and with it" in printed
+    assert f"the GPU is lost to this process, and with it {len(names) - number - 1}" in printed
+    assert f"to go on: python -m experiments.bench.suite --no-tests --dir {tmp_path}" in printed
     assert "illegal memory access was encountered\n" in printed
     assert "kernel errors might be" not in printed.split("| operation")[0].split("failed: ")[1]
+    # Going on, the point that lost it comes last, and by then all others are there.
+    seen = measure_until_lost(monkeypatch, tmp_path, "merge_states by prefixlab")
+    assert len(seen) == len(names) - number
+    assert seen[-1] == "merge_states by prefixlab"
+    statuses = [row["status"] for row in rows_in(tmp_path).values()]
+    assert sorted(statuses) == ["failed"] + ["ok"] * (len(names) - 1)
 
 
 def test_a_point_that_hangs_is_given_up(tmp_path: Path) -> None:
-    """In a process of its own, which would never end: the table is printed, and its rows stay."""
+    """In a process of its own, which would never end: rows and table are there, and the command
+    that goes on comes to the point last."""
     code = (
         "import sys, time\n"
         "from experiments.bench import suite\n"
         "from experiments.results import Measurement\n"
         "class Hanging:\n"
-        "    def __init__(self, chosen): self.calls = 0\n"
+        "    def __init__(self, chosen): pass\n"
         "    def measure(self, config):\n"
-        "        self.calls += 1\n"
-        "        time.sleep(1e6 * (self.calls > 2))\n"
+        "        time.sleep(1e6 * (config.operation.name == 'decode_fp8'))\n"
         "        return Measurement({'p20_us': 1.0, 'p50_us': 2.0, 'p80_us': 3.0})\n"
-        "suite.Bench, suite.REPORT_S, suite.HUNG_S = Hanging, 0.0, 1.0\n"
+        "suite.Bench, suite.POINT_S = Hanging, 1.0\n"
         "suite.main()"
     )
-    arguments = ["--device=rehearsal", "--no-tests", f"--dir={tmp_path}", "--budget-s=15"]
+    arguments = ["--device=rehearsal", "--no-tests", f"--dir={tmp_path}"]
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     command = [sys.executable, "-c", code, *arguments]
-    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert run.returncode == 1
-    assert "decode_fp8 by prefixlab does not end: given up" in run.stdout
-    assert len(rows_in(tmp_path)) == 2
+    for number in (1, 2):
+        run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+        assert run.returncode == 1
+        assert "did not end within 1 s: given up" in run.stdout
+        assert f"--no-tests --dir {tmp_path} --device rehearsal" in run.stdout
+        rows = rows_in(tmp_path)
+        assert rows["decode", "prefixlab"]["status"] == "ok"
+        failed = [row for row in rows.values() if row["status"] == "failed"]
+        assert {row["message"] for row in failed} == {"did not end within 1 s"}
+        assert {row["config"]["operation"]["name"] for row in failed} == {"decode_fp8"}
+        # The second run is ended by the next point that hangs, on its way to the first.
+        assert len(failed) == number
+    assert rows["prefill", "prefixlab"]["status"] == "ok"
+
+
+def test_another_gpu_s_folder_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its rows would stand under the new one's name."""
+    for name in ("NVIDIA H100", "NVIDIA H200"):
+        monkeypatch.setattr(suite, "device_name", lambda chosen, name=name: name)
+        if name == "NVIDIA H100":
+            suite.Suite(tmp_path, DeviceName.rehearsal, 0.0)
+        else:
+            with pytest.raises(InputError, match="device_name was NVIDIA H100, now NVIDIA H200"):
+                suite.Suite(tmp_path, DeviceName.rehearsal, 0.0)
+
+
+def test_a_file_that_is_broken_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from experiments.bench import implementations
+
+    monkeypatch.setattr(implementations, "NAMES", [*implementations.NAMES, "mine"])
+    names = {point.implementation for point in suite.points()}
+    assert names == set(NAMES) - {"mine"}
+    assert "mine is left out: ModuleNotFoundError" in caplog.text
 
 
 def test_the_tests_that_need_a_gpu_are_collected_without_this_project_s_plugins() -> None:
@@ -316,6 +377,7 @@ def row(operation: str, by: str, status: str = "ok", message: str = "", **metric
 
 def test_the_measured_table() -> None:
     ceilings = {"copy_gb_per_s": 4000.0, "matrix_tflop_per_s": 780.0, "empty_call_us": 2.5}
+    ceilings["link_gb_per_s"] = 4400.0
     rows = [
         row("copy_blocks", "prefixlab", achieved_gb_per_s=3000.0, share_of_limit=0.75),
         row("decode", "torch_ops", p50_us=25.0) | {"notes": {"clock": "stream"}},
@@ -330,7 +392,10 @@ def test_the_measured_table() -> None:
     problems, table, absent, ceilings = text.split("\n\n")
     assert problems == "failed: decode by flashinfer: RuntimeError: boom"
     assert absent == "absent: vllm: vllm is not installed"
-    assert "copy 4,000 GB/s, matrix products 780 TFLOP/s, an empty call 2.5 us" in ceilings
+    said = (
+        "first: memory 4,400 GB/s (a copy 4,000); products of matrices: bf16 780 TFLOP/s; an empt"
+    )
+    assert said in ceilings
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
     heads = ["operation", "by", "p50 us", "p20 to p80", "GB/s", "TFLOP/s", "of limit", "x ours"]
     assert lines[0] == heads
@@ -339,6 +404,12 @@ def test_the_measured_table() -> None:
     assert lines[3][-1] == "2.50"
     assert [line[0] for line in lines[4:6]] == ["decode block_size=8", "decode block_size=128"]
     assert lines[6][4:] == ["3,000", "", "75%", "1.00"]
+
+
+def test_nothing_is_held_against_a_time_that_cannot_be_right() -> None:
+    rows = [row("decode", "prefixlab", "suspect", "too fast"), row("decode", "torch_ops")]
+    lines = measured_table(rows).splitlines()
+    assert [line.split("|")[-2].strip() for line in lines if "| decode" in line] == ["", ""]
 
 
 def test_a_table_says_what_its_figures_are() -> None:

@@ -21,7 +21,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, packages_distributions, version
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,11 +39,11 @@ SHOWN = {
     "columns": ["p50_us", "achieved_gb_per_s", "achieved_tflop_per_s", "share_of_limit"],
 }
 BUDGET_S = 330.0
-"""For everything: six minutes, less the start of Python and what the last point takes too long."""
+"""For everything but the end of the point that is being measured by then."""
 REPORT_S = 30.0
 """Of the budget, for the table and the report."""
-HUNG_S = 60.0
-"""What a point may take longer than the budget before the run is given up."""
+POINT_S = 90.0
+"""For one point; what takes longer has hung, and the run is given up."""
 TEST_S = 120.0
 """For the tests that need a GPU; what isn't done by then has hung."""
 TEST_OPTIONS = (
@@ -68,8 +68,13 @@ class Point(NamedTuple):
     """What is measured: a shape under a name of its own, and with what."""
 
     label: str
-    shape: OperationConfig
+    shape: OperationConfig | None
     implementation: str
+
+    @property
+    def name(self) -> str:
+        """As a person says it; no two points of the set share one."""
+        return f"{self.label} by {self.implementation}"
 
 
 def points() -> Iterator[Point]:
@@ -87,8 +92,13 @@ def points() -> Iterator[Point]:
             yield Point(f"{name} {key}={value}", shape, "prefixlab")
     others = [name for name in (*FIRST, *NAMES) if name not in ("prefixlab", *LAST)]
     for name in (*dict.fromkeys(others), *LAST):
+        try:
+            prepares = find_implementation(name).prepares
+        except Exception as error:
+            log.error("%s is left out: %s: %s", name, type(error).__name__, error)
+            continue
         for label, shape in SHAPES.items():
-            if operation_of(shape).kind in find_implementation(name).prepares:
+            if operation_of(shape).kind in prepares:
                 yield Point(label, shape, name)
 
 
@@ -106,47 +116,54 @@ class Suite:
         self.bench = Bench(chosen)
         # A device that is lost later on can't be asked any more.
         self.device_name = device_name(chosen)
-        self.running = "no point"
+        self.row: Row = {}
+        failed = [row for row in self.folder.rows() if row["status"] == "failed"]
         self.folder.claim(
             {
                 "app": "bench",
                 "swept_keys": ["operation", "implementation"],
                 "fixed": {},
-                "config": {"device": chosen.value},
+                "config": {"device": chosen.value, "device_name": self.device_name},
                 "provenance": {k: v for k, v in provenance().items() if k != "commit"},
                 "shown": SHOWN,
             }
         )
+        # What failed may fail again, and end this run as it may have ended the last one; so it
+        # comes last, and is remembered until then.
+        for row in failed:
+            self.folder.write_row(row)
+        names = {_name(row) for row in failed}
+        self.points = sorted(points(), key=lambda point: point.name in names)
 
     def run(self) -> str:
         """Measure until the set, the time or the device comes to an end.
 
         Returns which points were left, and why; empty if there are none.
         """
-        every = list(points())
-        for index, point in enumerate(every):
+        for index, point in enumerate(self.points):
             if time.monotonic() >= self.end_s:
-                return _left("no time was left for", every[index:])
-            self.running = f"{point.label} by {point.implementation}"
-            row = self._start(point)
-            known = self.folder.row(row["config_hash"])
-            if known and known["status"] == "ok" and known["device"] == self.device_name:
+                return _left("no time was left for", self.points[index:])
+            self.row = self._start(point)
+            known = self.folder.row(self.row["config_hash"])
+            if known and known["status"] == "ok":
                 continue
-            self._finish(row, point)
-            self.folder.write_row(row)
-            p50_us = row["metrics"].get("p50_us")
-            said = row["status"] if p50_us is None else f"{p50_us:,.1f} us"
-            log.info("%s: %s", self.running, said)
-            if row["status"] == "failed" and self.bench.is_lost():
-                return _left("the GPU is lost to this process, and with it", every[index + 1 :])
+            watchdog = threading.Timer(POINT_S, self.give_up)
+            watchdog.daemon = True
+            watchdog.start()
+            finish_row(self.row, lambda point=point: self.bench.measure(self._config(point)))
+            watchdog.cancel()
+            self.folder.write_row(self.row)
+            p50_us = self.row["metrics"].get("p50_us")
+            said = self.row["status"] if p50_us is None else f"{p50_us:,.1f} us"
+            log.info("%s: %s", point.name, said)
+            if self.row["status"] == "failed" and self.bench.is_lost():
+                rest = self.points[index + 1 :]
+                return _left("the GPU is lost to this process, and with it", rest)
         return ""
 
     def _start(self, point: Point) -> Row:
         swept = {"operation": point.label, "implementation": point.implementation}
         return start_row(dataclasses.asdict(self._config(point)), swept, None, self.device_name)
-
-    def _finish(self, row: Row, point: Point) -> None:
-        finish_row(row, lambda: self.bench.measure(self._config(point)))
 
     def _config(self, point: Point) -> PointConfig:
         return PointConfig(point.shape, point.implementation, self.chosen)
@@ -157,8 +174,24 @@ class Suite:
 
     def give_up(self) -> None:
         """End the process, which hangs in a point, with what was measured before."""
-        print(f"{self.summary()}\n{self.running} does not end: given up", flush=True)
-        os._exit(1)
+        try:
+            message = f"did not end within {POINT_S:.0f} s"
+            row = {"status": "failed", "message": message, "metrics": {}, "notes": {}}
+            self.folder.write_row(self.row | row | {"occupancy": {}, "wall_s": POINT_S})
+            print(f"{self.summary()}\n{_name(self.row)} {message}: given up", flush=True)
+            print(self.how_to_go_on(), flush=True)
+        finally:
+            os._exit(1)
+
+    def how_to_go_on(self) -> str:
+        """The command that measures what is left."""
+        device = "" if self.chosen is DeviceName.cuda else f" --device {self.chosen.value}"
+        command = f"python -m experiments.bench.suite --no-tests --dir {self.folder.root}{device}"
+        return f"to go on: {command}"
+
+
+def _name(row: Row) -> str:
+    return Point(row["swept"]["operation"], None, row["swept"]["implementation"]).name
 
 
 def _left(why: str, left: list[Point]) -> str:
@@ -172,14 +205,20 @@ def missing_requirements() -> list[str]:
     """What is needed and not here, each with the version that was found."""
     missing = []
     for name, least in REQUIRED.items():
-        try:
-            found = version(name)
-        except PackageNotFoundError:
-            found = "none"
+        found = _version(name)
         numbers = tuple(map(int, re.findall(r"\d+", found)[:2]))
         if numbers < least:
             missing.append(f"{name} >= {'.'.join(map(str, least))} (found {found})")
     return missing
+
+
+def _version(module: str) -> str:
+    """The version of the distribution that a module is from, whatever that is called, or "none"."""
+    try:
+        return version(module)
+    except PackageNotFoundError:
+        others = packages_distributions().get(module, [])
+        return version(others[0]) if others else "none"
 
 
 def run_tests() -> str:
@@ -210,12 +249,18 @@ def make_report(root: Path) -> str:
 
 
 def main() -> None:
-    """Run the tests and the set; exit with 1 where anything failed or can't be right."""
+    """Run the tests and the set; exit with 1 where anything failed, can't be right or was left."""
     start_s = time.monotonic()
-    parser = argparse.ArgumentParser(prog="python -m experiments.bench.suite", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.bench.suite",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--dir", type=Path, default=None, help="default: outputs/bench/<time>")
-    parser.add_argument("--device", choices=["cuda", "rehearsal"], default="cuda")
-    parser.add_argument("--budget-s", type=_seconds, default=BUDGET_S, help="for everything")
+    device_help = "default: cuda; rehearsal: in Triton's interpreter, its times mean nothing"
+    parser.add_argument("--device", choices=["cuda", "rehearsal"], default="cuda", help=device_help)
+    budget_help = f"seconds for everything; default: {BUDGET_S:.0f}"
+    parser.add_argument("--budget-s", type=_seconds, default=BUDGET_S, help=budget_help)
     parser.add_argument("--no-tests", action="store_true", help="leave out the first step")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
@@ -228,23 +273,17 @@ def main() -> None:
     except (InputError, OSError) as error:
         sys.exit(f"error: {error}")
     tests = "left out" if arguments.no_tests else run_tests()
-    watchdog = threading.Timer(
-        start_s + arguments.budget_s + HUNG_S - time.monotonic(), suite.give_up
-    )
-    watchdog.daemon = True
-    watchdog.start()
     try:
         left = suite.run()
     except KeyboardInterrupt:
-        left = f"interrupted in {suite.running}"
-    watchdog.cancel()
+        left = f"interrupted in {_name(suite.row)}"
     print(suite.summary())
     print(make_report(root))
     print(f"tests: {tests}")
     if left:
-        print(left)
+        print(f"{left}\n{suite.how_to_go_on()}")
     bad = any(row["status"] in ("failed", "suspect") for row in suite.folder.rows())
-    sys.exit(int(bad or tests.startswith(("FAILED", "NOT "))))
+    sys.exit(int(bool(bad or left or tests.startswith(("FAILED", "NOT ")))))
 
 
 def _seconds(text: str) -> float:

@@ -24,7 +24,8 @@ def measured_table(rows: list[Row]) -> str:
     The last column is the time over that of this project's kernels for the same operation.
     """
     measured = [row for row in rows if row["metrics"]]
-    own = {_label(row): row["metrics"]["p50_us"] for row in measured if _is_own(row)}
+    ours = [row for row in measured if _is_own(row) and row["status"] == "ok"]
+    own = {_label(row): row["metrics"]["p50_us"] for row in ours}
     heads = ["operation", "by", "p50 us", "p20 to p80", "GB/s", "TFLOP/s", "of limit", "x ours"]
     lines = [_measured_line(row, own.get(_label(row))) for row in _in_order(measured)]
     parts = [_kinds(rows), _problems(rows), markdown(heads, lines), _absent(rows)]
@@ -78,16 +79,23 @@ def _absent(rows: list[Row]) -> str:
 
 
 def _ceilings(rows: list[Row]) -> str:
-    known = [row["metrics"] for row in rows if "copy_gb_per_s" in row["metrics"]]
+    """What the limits are made of, and what the marks mean."""
+    links, products, known = {}, {}, {}
+    for row in rows:
+        operation, metrics = row["config"]["operation"], row["metrics"]
+        if "link_gb_per_s" in metrics:
+            known = metrics
+            link = operation.get("direction", "memory").replace("_", " ")
+            links[link] = f"{link} {metrics['link_gb_per_s']:,.4g} GB/s"
+            dtype = operation.get("dtype", "bf16")
+            products[dtype] = f"{dtype} {metrics['matrix_tflop_per_s']:,.4g} TFLOP/s"
     if not known:
         return ""
-    rates = sorted({metrics["matrix_tflop_per_s"] for metrics in known})
-    matrix = ", ".join(f"{rate:.4g}" for rate in rates)
     return (
-        f"Of this device, measured first: copy {known[0]['copy_gb_per_s']:,.4g} GB/s, matrix "
-        f"products {matrix} TFLOP/s, an empty call {known[0]['empty_call_us']:.3g} us. "
-        "~: little more than a launch. *: no CUDA graph, so with gaps between launches. "
-        "!: above the device's peak, so counted wrong."
+        f"Of this device, measured first: {', '.join(links.values())} (a copy "
+        f"{known['copy_gb_per_s']:,.4g}); products of matrices: {', '.join(products.values())}; an "
+        f"empty call {known['empty_call_us']:.3g} us. ~: little more than a launch. *: no CUDA "
+        "graph, so with gaps between launches. !: above the device's peak, so counted wrong."
     )
 
 
@@ -202,7 +210,11 @@ def _rate(value: float | None) -> str:
 
 def main() -> None:
     """Print the table of a folder."""
-    parser = argparse.ArgumentParser(prog="python -m experiments.bench.tables", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.bench.tables",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("folder", type=Path, help="output folder of a run, or root of a sweep")
     folder = ResultsFolder(parser.parse_args().folder)
     try:
@@ -212,10 +224,11 @@ def main() -> None:
         sys.exit(f"error: {error}")
     predicted = [row for row in rows if "predicted_us" in row["metrics"]]
     others = [row for row in rows if row not in predicted]
+    devices = dict.fromkeys(row["device"] for row in others if row["metrics"])
     if predicted:
         print(predicted_table(predicted))
     if others or not predicted:
-        print("\n" * bool(predicted) + measured_table(others))
+        print("\n" * bool(predicted) + "\n\n".join([*devices, measured_table(others)]))
 
 
 if __name__ == "__main__":

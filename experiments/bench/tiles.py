@@ -355,7 +355,11 @@ def _report(folder: Path, write: bool) -> Iterator[str]:
 
 def main() -> None:
     """Print the winners of a sweep, and write them where that is asked for."""
-    parser = argparse.ArgumentParser(prog="python -m experiments.bench.tiles", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.bench.tiles",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("folder", type=Path, help="root of a finished tile_choice sweep")
     parser.add_argument("--write", action="store_true", help="make the winners the defaults")
     arguments = parser.parse_args()

@@ -103,9 +103,10 @@ class HostClock:
 class CudaClock:
     """For calls that launch work on the current stream of the current GPU.
 
-    Samples of method "graph" are free of launch costs on the host: they hide behind the read that
-    fills the L2 cache. With method "stream" the time of calls of several kernels, or of kernels of
-    few microseconds, includes the gaps while the host launches.
+    Samples of method "graph" are free of launch costs on the host, which hide behind the read that
+    fills the L2 cache, unless the graph has thousands of nodes. With method "stream" the time of
+    calls of several kernels, or of kernels of few microseconds, includes the gaps while the host
+    launches.
     """
 
     def __init__(self, device: torch.device) -> None:

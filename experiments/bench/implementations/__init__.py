@@ -12,9 +12,15 @@ NAMES = sorted(
 
 
 def find_implementation(name: str) -> Implementation:
-    """The implementation in the file of that name. Raises ConfigError for an unknown one."""
+    """The implementation in the file of that name.
+
+    Raises ConfigError for an unknown one, or a file without IMPLEMENTATION, and what importing the
+    file raises.
+    """
     if name not in NAMES:
         raise ConfigError(f"implementation={name}: expected one of {', '.join(NAMES)}")
-    implementation = importlib.import_module(f".{name}", __name__).IMPLEMENTATION
-    assert implementation.name == name, f"{name}.py names itself {implementation.name}"
+    module = importlib.import_module(f".{name}", __name__)
+    implementation = getattr(module, "IMPLEMENTATION", None)
+    if implementation is None or implementation.name != name:
+        raise ConfigError(f"{name}.py: expected IMPLEMENTATION = Implementation({name!r}, ...)")
     return implementation

@@ -86,6 +86,8 @@ class Attention(Operation[AttentionConfig]):
     @classmethod
     def reduced(cls, config: AttentionConfig, *, to_compile: bool = False) -> AttentionConfig:
         config = limited(config, batch_size=2)
+        if config.num_splits is not None:
+            config = limited(config, num_splits=4)
         if isinstance(config, DecodeConfig):
             return limited(config, context_len=max(200, 2 * config.block_size + 7))
         # A program's share of queries, so that no key is read twice; more than that to compile.

@@ -9,7 +9,7 @@ import torch
 from cache.content_hash import ContentHasher
 from cache.prefix_caching import PrefixCachingBlockAllocator
 from kernels.prefix_hash import DevicePrefixIndex, make_hash_keys
-from kernels.testing import poison_, poisoned
+from kernels.testing import is_poison, poison_, poisoned
 
 from ..config import HashConfig, MatchConfig, MatchGatherConfig
 from .operation import Cost, Operation, as_bits, block_bytes, limited, require, spread, torch_dtype
@@ -122,14 +122,14 @@ class MatchPrefix(HashBlocks):
 
     @classmethod
     def cost(cls, config: MatchConfig | MatchGatherConfig) -> Cost:
-        """Of each full block its tokens; of each cached one an entry of the index and its tokens.
+        """The tokens of each cached block and of the one after it, where the run breaks.
 
-        Written are the block tables and the matched lengths.
+        Of each cached one also an entry of the index and what it holds. Written are the block
+        tables and the matched lengths.
         """
         width = (config.prompt_len - 1) // config.block_size
         num_cached = config.cached_len // config.block_size
         token_bytes = 4 * config.block_size
-        # Up to the first miss: the block that isn't cached is hashed and probed for, too.
         num_read = min(num_cached + 1, width)
         read = num_read * token_bytes + num_cached * (8 + 4 + 1 + token_bytes)
         return Cost(
@@ -207,13 +207,15 @@ class PrefixHashGather(MatchPrefix):
             poison_(tensor)
 
     def check(self, answer: Any) -> None:
-        """The match, and every gathered block, bit for bit."""
+        """The match, and every gathered block, bit for bit, with nothing behind the last one."""
         super().check(answer)
         num_cached = self.cached.shape[1]
         rows = torch.from_numpy(self.cached).long().to(self.device)
         for index, (cache, gathered) in enumerate(zip(self.caches, answer[2], strict=True)):
             found = gathered.unflatten(1, (-1, self.config.block_size))[:, :num_cached]
             wanted = cache[rows]
+            behind = gathered[:, num_cached * self.config.block_size :]
+            require(is_poison(behind).all(), f"tensor {index} is written behind a match")
             require(
                 torch.equal(as_bits(found), as_bits(wanted)), f"a block of tensor {index} differs"
             )
