@@ -39,9 +39,9 @@ SHOWN = {
     "columns": ["p50_us", "achieved_gb_per_s", "achieved_tflop_per_s", "share_of_limit"],
 }
 BUDGET_S = 330.0
-"""For everything but the end of the point that is being measured by then."""
-REPORT_S = 30.0
-"""Of the budget, for the table and the report."""
+"""For everything but the table and the report."""
+LAST_POINT_S = 30.0
+"""Of the budget, for the point that is being measured when no other is begun."""
 POINT_S = 90.0
 """For one point; what takes longer has hung, and the run is given up."""
 TEST_S = 120.0
@@ -141,13 +141,14 @@ class Suite:
         Returns which points were left, and why; empty if there are none.
         """
         for index, point in enumerate(self.points):
-            if time.monotonic() >= self.end_s:
-                return _left("no time was left for", self.points[index:])
-            self.row = self._start(point)
-            known = self.folder.row(self.row["config_hash"])
-            if known and known["status"] == "ok":
+            if self._is_done(point):
                 continue
-            watchdog = threading.Timer(POINT_S, self.give_up)
+            now_s = time.monotonic()
+            if now_s >= self.end_s:
+                return self._left("no time was left for", self.points[index:])
+            self.row = self._start(point)
+            patience_s = min(POINT_S, self.end_s + LAST_POINT_S - now_s)
+            watchdog = threading.Timer(patience_s, self.give_up, [patience_s])
             watchdog.daemon = True
             watchdog.start()
             finish_row(self.row, lambda point=point: self.bench.measure(self._config(point)))
@@ -158,8 +159,18 @@ class Suite:
             log.info("%s: %s", point.name, said)
             if self.row["status"] == "failed" and self.bench.is_lost():
                 rest = self.points[index + 1 :]
-                return _left("the GPU is lost to this process, and with it", rest)
+                return self._left("the GPU is lost to this process, and with it", rest)
         return ""
+
+    def _is_done(self, point: Point) -> bool:
+        known = self.folder.row(self._start(point)["config_hash"])
+        return known is not None and known["status"] == "ok"
+
+    def _left(self, why: str, points: list[Point]) -> str:
+        """`why`, and how many points of each implementation were left; empty if there are none."""
+        counts = Counter(point.implementation for point in points if not self._is_done(point))
+        names = ", ".join(f"{number} by {name}" for name, number in counts.items())
+        return f"{why} {counts.total()} points: {names}" if counts else ""
 
     def _start(self, point: Point) -> Row:
         swept = {"operation": point.label, "implementation": point.implementation}
@@ -172,12 +183,12 @@ class Suite:
         """The device and the table of what was measured so far."""
         return f"\n{self.device_name}\n\n{measured_table(self.folder.rows())}\n"
 
-    def give_up(self) -> None:
+    def give_up(self, patience_s: float) -> None:
         """End the process, which hangs in a point, with what was measured before."""
         try:
-            message = f"did not end within {POINT_S:.0f} s"
+            message = f"did not end within {patience_s:.0f} s"
             row = {"status": "failed", "message": message, "metrics": {}, "notes": {}}
-            self.folder.write_row(self.row | row | {"occupancy": {}, "wall_s": POINT_S})
+            self.folder.write_row(self.row | row | {"occupancy": {}, "wall_s": patience_s})
             print(f"{self.summary()}\n{_name(self.row)} {message}: given up", flush=True)
             print(self.how_to_go_on(), flush=True)
         finally:
@@ -192,13 +203,6 @@ class Suite:
 
 def _name(row: Row) -> str:
     return Point(row["swept"]["operation"], None, row["swept"]["implementation"]).name
-
-
-def _left(why: str, left: list[Point]) -> str:
-    """`why`, and how many points of each implementation were left."""
-    counts = Counter(point.implementation for point in left)
-    names = ", ".join(f"{number} by {name}" for name, number in counts.items())
-    return f"{why} {len(left)} points: {names}"
 
 
 def missing_requirements() -> list[str]:
@@ -269,7 +273,7 @@ def main() -> None:
     root = arguments.dir or Path("outputs/bench", time.strftime("%Y-%m-%d_%H-%M-%S"))
     try:
         chosen = choose_device(DeviceName(arguments.device))
-        suite = Suite(root, chosen, start_s + arguments.budget_s - REPORT_S)
+        suite = Suite(root, chosen, start_s + arguments.budget_s - LAST_POINT_S)
     except (InputError, OSError) as error:
         sys.exit(f"error: {error}")
     tests = "left out" if arguments.no_tests else run_tests()
