@@ -6,6 +6,7 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -175,6 +176,10 @@ def test_the_same_folder_goes_on_where_it_was(
     outcomes = {"prefill by prefixlab": KeyboardInterrupt(), "decode by prefixlab": OSError("x")}
     assert main_with(monkeypatch, tmp_path, outcomes, "--no-tests") == 1
     assert "interrupted in prefill by prefixlab" in capsys.readouterr().out
+    running = [
+        type(thread) for thread in threading.enumerate() if not thread.name.startswith("Main")
+    ]
+    assert threading.Timer not in running, "a watchdog would end what comes after the interrupt"
     first = rows_in(tmp_path)
     assert [row["status"] for row in first.values()].count("ok") == 2
     again = FakeBench({})

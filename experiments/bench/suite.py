@@ -151,8 +151,11 @@ class Suite:
             watchdog = threading.Timer(patience_s, self.give_up, [patience_s])
             watchdog.daemon = True
             watchdog.start()
-            finish_row(self.row, lambda point=point: self.bench.measure(self._config(point)))
-            watchdog.cancel()
+            try:
+                finish_row(self.row, lambda point=point: self.bench.measure(self._config(point)))
+            finally:
+                # Also after ctrl-C: it would end what comes then.
+                watchdog.cancel()
             self.folder.write_row(self.row)
             p50_us = self.row["metrics"].get("p50_us")
             said = self.row["status"] if p50_us is None else f"{p50_us:,.1f} us"
