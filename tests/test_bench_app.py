@@ -1,10 +1,10 @@
 """The bench app as its users launch it: every experiment, offline and rehearsed, and refusals."""
 
 import dataclasses
+import functools
 import json
-import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -36,25 +36,10 @@ Launch = Callable[..., int]
 
 
 @pytest.fixture
-def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launch]:
-    """Launches the app in this process, in a folder of its own; returns its exit status."""
-    monkeypatch.chdir(tmp_path)
-    handlers, level = list(logging.root.handlers), logging.root.level
+def launch(launch_main: Launch) -> Launch:
+    """Launches the app; see `launch_main`."""
     app._bench.cache_clear()
-
-    def start(*arguments: str) -> int:
-        monkeypatch.setattr(sys, "argv", ["bench", *arguments])
-        try:
-            app.main()
-        except SystemExit as end:
-            if isinstance(end.code, str):
-                print(end.code, file=sys.stderr)
-                return 1
-            return end.code or 0
-        return 0
-
-    yield start
-    logging.root.handlers[:], logging.root.level = handlers, level
+    return functools.partial(launch_main, app.main)
 
 
 def rows_of(folder: Path) -> list[Row]:

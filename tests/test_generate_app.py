@@ -4,9 +4,8 @@ In this process, with tiny models, whose prompts are random tokens.
 """
 
 import csv
+import functools
 import json
-import logging
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -37,24 +36,9 @@ Row = dict[str, str]
 
 
 @pytest.fixture
-def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launch]:
-    """Launches the app in this process, in a folder of its own; returns its exit status."""
-    monkeypatch.chdir(tmp_path)
-    handlers, level = list(logging.root.handlers), logging.root.level
-
-    def start(*arguments: str) -> int:
-        monkeypatch.setattr(sys, "argv", ["generate.py", *arguments])
-        try:
-            generate.main()
-        except SystemExit as end:
-            if isinstance(end.code, str):
-                print(end.code, file=sys.stderr)
-                return 1
-            return end.code or 0
-        return 0
-
-    yield start
-    logging.root.handlers[:], logging.root.level = handlers, level
+def launch(launch_main: Launch) -> Launch:
+    """Launches the app; see `launch_main`."""
+    return functools.partial(launch_main, generate.main)
 
 
 def rows_of(folder: Path) -> list[Row]:

@@ -4,14 +4,14 @@ But where a test says otherwise, arithmetic on the configuration stands in for t
 """
 
 import csv
+import functools
 import json
-import logging
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -60,29 +60,14 @@ def stand_in(simulate: Callable[..., SimpleNamespace]) -> None:
 
 
 @pytest.fixture
-def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launch]:
-    """Launches the app in this process, in a folder of its own; returns its exit status."""
-    monkeypatch.chdir(tmp_path)
+def launch(launch_main: Launch, monkeypatch: pytest.MonkeyPatch) -> Launch:
+    """Launches the app, in which arithmetic stands in for the simulation; see `launch_main`."""
     # Setting them to what they are makes monkeypatch restore them.
     monkeypatch.setattr(serve, "simulate", serve.simulate)
     monkeypatch.setattr(results, "provenance", results.provenance)
     monkeypatch.setattr(callbacks, "provenance", callbacks.provenance)
     stand_in(arithmetic)
-    handlers, level = list(logging.root.handlers), logging.root.level
-
-    def start(*arguments: str) -> int:
-        monkeypatch.setattr(sys, "argv", ["serve.py", *arguments])
-        try:
-            serve.main()
-        except SystemExit as end:
-            if isinstance(end.code, str):
-                print(end.code, file=sys.stderr)
-                return 1
-            return end.code or 0
-        return 0
-
-    yield start
-    logging.root.handlers[:], logging.root.level = handlers, level
+    return functools.partial(launch_main, serve.main)
 
 
 def read_csv(folder: Path) -> list[dict[str, str]]:

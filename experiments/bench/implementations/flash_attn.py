@@ -12,21 +12,26 @@ PAGE_SIZE = 256
 
 def attention(op: Attention) -> Call:
     """By its decode function, or by its ragged one, which reads the block table, too."""
+    check_limits("flash_attn", op, PAGE_SIZE)
+    return _decode(op) if op.query_len == 1 else _prefill(op)
+
+
+def check_limits(name: str, op: Attention, page_size: int) -> None:
+    """Raise AbsentError for what no build of FlashAttention takes; blocks are whole pages."""
     config = op.config
     if op.query.dtype == torch.float32:
-        raise AbsentError("flash_attn needs fp16 or bf16, not fp32")
+        raise AbsentError(f"{name} needs fp16 or bf16, not fp32")
     if op.key_cache.dtype != op.query.dtype:
-        raise AbsentError("flash_attn has no fp8 cache")
+        raise AbsentError(f"{name} has no fp8 cache beside {config.dtype} queries")
     if config.head_size % 8 or config.head_size > MAX_HEAD_SIZE:
         raise AbsentError(
-            f"flash_attn needs a head size divisible by 8, of {MAX_HEAD_SIZE} at most, "
+            f"{name} needs a head size divisible by 8, of {MAX_HEAD_SIZE} at most, "
             f"not {config.head_size}"
         )
-    if config.block_size % PAGE_SIZE:
+    if config.block_size % page_size:
         raise AbsentError(
-            f"flash_attn needs block sizes divisible by {PAGE_SIZE}, not {config.block_size}"
+            f"{name} needs block sizes divisible by {page_size}, not {config.block_size}"
         )
-    return _decode(op) if op.query_len == 1 else _prefill(op)
 
 
 def _decode(op: Attention) -> Call:

@@ -4,31 +4,20 @@ from typing import Any
 
 import torch
 
-from ...results import AbsentError
 from ..operations.attention import Attention
+from .flash_attn import check_limits
 from .implementation import Call, Implementation
 
-MAX_HEAD_SIZE = 256
+PAGE_SIZE = 16
 PREFERRED_VERSION = {9: 3, 10: 4}
 """Of FlashAttention, by the major compute capability; 2 on all others."""
 
 
 def attention(op: Attention) -> Call:
-    config = op.config
-    if op.query.dtype == torch.float32:
-        raise AbsentError("vllm needs fp16 or bf16, not fp32")
-    if op.key_cache.dtype != op.query.dtype:
-        raise AbsentError("vllm needs fp8 queries beside an fp8 cache")
-    if config.head_size % 8 or config.head_size > MAX_HEAD_SIZE:
-        raise AbsentError(
-            f"vllm needs a head size divisible by 8, of {MAX_HEAD_SIZE} at most, "
-            f"not {config.head_size}"
-        )
-    if config.block_size % 16:
-        raise AbsentError(f"vllm needs block sizes divisible by 16, not {config.block_size}")
+    check_limits("vllm", op, PAGE_SIZE)
     from vllm.vllm_flash_attn import flash_attn_varlen_func
 
-    window = config.sliding_window
+    window = op.config.sliding_window
     window_size = [-1, -1] if window is None else [window - 1, 0]
     version = _version(op)
     schedule = _schedule(op, window_size) if version == 3 else None
