@@ -11,6 +11,7 @@ import numpy as np
 
 from .config import AUTO, GpuConfig, ModelConfig, ServeConfig
 from .ranges import ConfigError
+from .visible import visible_pairs
 
 MIN_KV_SHARE = 0.1
 """With tensor_parallel=auto, the least share of usable memory that weights must leave for KV."""
@@ -143,7 +144,7 @@ class Roofline:
         else:
             window = self._window
             first = context_lens - query_lens
-            pairs = int((_pairs_up_to(context_lens, window) - _pairs_up_to(first, window)).sum())
+            pairs = int((visible_pairs(context_lens, window) - visible_pairs(first, window)).sum())
             num_read = int(np.minimum(context_lens, query_lens + (window - 1)).sum())
         flops = (
             self._flops_per_token * num_tokens
@@ -184,9 +185,3 @@ class Roofline:
     def swap_seconds(self, num_blocks: int) -> float:
         """Seconds that `num_blocks` take over PCIe in one direction; each GPU moves its share."""
         return num_blocks * self._block_bytes / self._pcie_bytes_per_s
-
-
-def _pairs_up_to(lengths: np.ndarray, window: int) -> np.ndarray:
-    """(query, key) pairs of the first `lengths` tokens, each seeing up to `window` keys."""
-    full = np.minimum(lengths, window)
-    return full * (full + 1) // 2 + (lengths - full) * window

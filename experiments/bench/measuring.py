@@ -12,6 +12,7 @@ from .config import DeviceName, OperationConfig, PointConfig, TimingConfig, chec
 # What imports Triton is imported once it is known whether kernels are interpreted.
 if TYPE_CHECKING:
     from .ceilings import Ceilings
+    from .implementations.implementation import Implementation
     from .operations import Operation
     from .timing import Call, Clock
 
@@ -88,7 +89,7 @@ class Bench:
 
             return report(config)
         try:
-            return self._measure(config)
+            return self._measure(config, implementation)
         except OutOfResources as error:
             raise AbsentError(f"does not fit: {error}") from None
         except torch.OutOfMemoryError as error:
@@ -109,17 +110,15 @@ class Bench:
             return True
         return False
 
-    def _measure(self, config: PointConfig) -> Measurement:
+    def _measure(self, config: PointConfig, implementation: "Implementation") -> Measurement:
         import torch
 
         from kernels.launch import target_of
 
         from .figures import figures, host_figures
-        from .implementations import find_implementation
         from .operations import operation_of
         from .timing import HostClock, time_call
 
-        implementation = find_implementation(config.implementation)
         shape, timing = config.operation, config.timing
         if self.chosen is DeviceName.rehearsal:
             shape, timing = operation_of(shape).reduced(shape), REHEARSED

@@ -100,18 +100,17 @@ def _ceilings(rows: list[Row]) -> str:
 
 
 def predicted_table(rows: list[Row]) -> str:
-    """A line an operation: what it has to move, what the kernels touch, and each GPU's time.
+    """Of predicted rows, what each operation moves, what the kernels touch, and each GPU's time.
 
-    Times are predicted: the data sheet's rates, nothing else; ~ marks those below a launch. Below
-    it what the compiler made of the kernels for each target: registers a thread, KiB of shared
-    memory, warp instructions a KV token where there is a main loop over them.
+    Times are predicted: the data sheet's rates, nothing else; ~ marks those below a launch. A
+    second table has what the compiler made of the kernels for each target: registers a thread, KiB
+    of shared memory, warp instructions a KV token where there is a main loop over them.
     """
-    finished = [row for row in rows if "predicted_us" in row["metrics"]]
-    targets = {row["config"]["gpu"]["name"]: row["notes"]["target"] for row in finished}
+    targets = {row["config"]["gpu"]["name"]: row["notes"]["target"] for row in rows}
     gpus = sorted(targets, key=lambda gpu: _natural(targets[gpu]))
     times: list[list[str]] = []
     code: dict[tuple[str, ...], list[str]] = {}
-    for label, group in _groups(finished):
+    for label, group in _groups(rows):
         by_gpu = {row["config"]["gpu"]["name"]: row["metrics"] for row in group}
         first = group[0]["metrics"]
         touched = first.get("touched_over_needed")
@@ -129,7 +128,7 @@ def predicted_table(rows: list[Row]) -> str:
     heads = ["operation", "MB", "GFLOP", "touched / needed", *(f"{gpu}, us" for gpu in gpus)]
     code_heads = ["operation", *(targets[gpu] for gpu in gpus)]
     code_lines = [[", ".join(labels), *cells] for cells, labels in code.items()]
-    return "\n\n".join([markdown(heads, times), markdown(code_heads, code_lines), *_problems(rows)])
+    return "\n\n".join([markdown(heads, times), markdown(code_heads, code_lines)])
 
 
 def _microseconds(metrics: dict | None) -> str:
@@ -223,7 +222,7 @@ def main() -> None:
     except InputError as error:
         sys.exit(f"error: {error}")
     predicted = [row for row in rows if "predicted_us" in row["metrics"]]
-    others = [row for row in rows if row not in predicted]
+    others = [row for row in rows if "predicted_us" not in row["metrics"]]
     devices = dict.fromkeys(row["device"] for row in others if row["metrics"])
     if predicted:
         print(predicted_table(predicted))

@@ -8,6 +8,7 @@ from kernels import reference
 from kernels.launch import cdiv
 from kernels.testing import assert_within_budget, poison_, poisoned
 
+from ...visible import visible_pairs
 from ..config import AttentionConfig, DecodeConfig, PrefillConfig
 from .operation import (
     Cost,
@@ -68,7 +69,7 @@ class Attention(Operation[AttentionConfig]):
         seq_len, query_len = lengths(config)
         window = config.sliding_window or seq_len
         first = seq_len - query_len
-        pairs = sum_of_visible(seq_len, window) - sum_of_visible(first, window)
+        pairs = int(visible_pairs(seq_len, window) - visible_pairs(first, window))
         num_read = min(seq_len, query_len + window - 1)
         itemsize = torch_dtype(config.dtype).itemsize
         cache_itemsize = cache_torch_dtype(config.cache_dtype, config.dtype).itemsize
@@ -124,12 +125,12 @@ class Attention(Operation[AttentionConfig]):
 
     def _reference(self, seq: int, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         seq_len = self.seq_len - self.query_len + end
-        blocks = self.block_tables[seq, : cdiv(seq_len, self.config.block_size)].long()
+        blocks = self.block_tables[seq, : cdiv(seq_len, self.config.block_size)].cpu()
         first = seq * self.query_len
         tensors = (
             self.query[first + start : first + end],
-            self.key_cache.view(torch.uint8)[blocks].view(self.key_cache.dtype),
-            self.value_cache.view(torch.uint8)[blocks].view(self.value_cache.dtype),
+            # Not all of the caches: as float64 they may not fit.
+            *reference.gather_blocks([self.key_cache, self.value_cache], blocks),
         )
         tables = (
             torch.arange(len(blocks), dtype=torch.int32, device=self.device)[None],
@@ -147,12 +148,6 @@ def lengths(config: AttentionConfig) -> tuple[int, int]:
         return config.context_len, 1
     assert isinstance(config, PrefillConfig)
     return config.prompt_len, config.prompt_len - config.cached_len
-
-
-def sum_of_visible(length: int, window: int) -> int:
-    """The (query, key) pairs of the first `length` tokens, each of which sees `window` keys."""
-    full = min(length, window)
-    return full * (full + 1) // 2 + (length - full) * window
 
 
 def split_bytes(config: AttentionConfig, num_splits: int) -> int:
